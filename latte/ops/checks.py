@@ -1,0 +1,107 @@
+"""Input checks: each raises ValueError naming the argument, what it was and what it should be."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+
+
+def backend_for(name: str, device: torch.device) -> str:
+    """The backend that `name` means on `device`; "auto" depends on the device alone."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
+    if name != "auto":
+        return name
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def check_shape(name: str, tensor: object, legend: str, shape: Sequence[int | None]) -> None:
+    """`tensor` must be a floating point tensor of `shape`; None stands for any size, `legend` says the axes."""
+    check_floating(name, tensor, legend)
+    check_sizes(name, tensor, legend, shape)
+
+
+def check_floating(name: str, tensor: object, legend: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is {type(tensor).__name__}; it must be a tensor [{legend}]")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be a floating point tensor [{legend}]")
+
+
+def check_sizes(name: str, tensor: Tensor, legend: str, shape: Sequence[int | None]) -> None:
+    expected = [axis if size is None else f"{axis}={size}" for axis, size in zip(legend.split(), shape, strict=True)]
+    fits = tensor.ndim == len(shape) and all(
+        size is None or size == got for size, got in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{', '.join(expected)}]")
+
+
+def check_positive(name: str, value: int, axes: str) -> None:
+    if value < 1:
+        raise ValueError(f"{name} has {axes} = {value}; it must be at least 1")
+
+
+def check_grouping(heads: int, value_heads: int, query: str) -> None:
+    if value_heads < 1 or heads % value_heads:
+        raise ValueError(f"v has {value_heads} heads and {query} has {heads}; {query}'s must be a multiple of v's")
+
+
+def check_window(window: object) -> None:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"window is {window!r}; it must be an integer of at least 1 (the token itself counts)")
+
+
+def check_scores(scale: float | None, softcap: float | None) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be finite, or None for E ** -0.5")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for no cap")
+
+
+def check_mask(mask: object, batch: int, tokens: int, name: str = "mask") -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        raise ValueError(f"{name} has {got}; it must be a bool tensor [B, T], True = real token")
+    check_sizes(name, mask, "B T", (batch, tokens))
+
+
+def check_same_device(**tensors: Tensor | None) -> None:
+    """All tensors must live where the first one does."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, anchor = next(iter(present.items()))
+    for name, tensor in present.items():
+        if tensor.device != anchor.device:
+            raise ValueError(f"{name} is on {tensor.device}; it must be on {anchor.device}, where {first} is")
+
+
+def check_cu_seqlens(cu_seqlens: object, batch: int) -> int:
+    """Shape and dtype of `cu_seqlens`; returns the number of states, one per sequence. Values: `sequence_bounds`."""
+    if cu_seqlens is None:
+        return batch
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = f"dtype {cu_seqlens.dtype}" if isinstance(cu_seqlens, Tensor) else f"type {type(cu_seqlens).__name__}"
+        raise ValueError(f"cu_seqlens has {got}; it must be an int32 or int64 tensor [N + 1]")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [N + 1] for N >= 1 sequences")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens is given with batch size {batch}; packed sequences lie in one row, B = 1")
+    return cu_seqlens.shape[0] - 1
+
+
+def sequence_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """`cu_seqlens` as checked integers: from 0, never decreasing, to the number of tokens."""
+    bounds = [int(bound) for bound in cu_seqlens.tolist()]
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts at {bounds[0]}; it must start at 0")
+    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end < start:
+            raise ValueError(f"cu_seqlens decreases from {start} to {end} at index {i + 1}; it must never decrease")
+    if bounds[-1] != tokens:
+        raise ValueError(f"cu_seqlens ends at {bounds[-1]}; it must end at the number of tokens, {tokens}")
+    return bounds

@@ -1,0 +1,109 @@
+"""Attention token by token: the recurrence of the latents (eqs. 10-14) and a softmax over the window (eq. 17)."""
+
+import torch
+from torch import Tensor
+
+from latte.ops.checks import sequence_bounds
+from latte.ops.states import LatteState, WindowState, empty_latte_state, merge
+
+
+def attend(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    window_q: Tensor | None,
+    window_k: Tensor | None,
+    *,
+    window: int,
+    scale: float,
+    softcap: float,
+    undirected: bool,
+    causal: bool,
+    mask: Tensor | None,
+    latents: LatteState | None,
+    past: WindowState | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, LatteState]:
+    """The mixture of latents and window; either may be absent. Accumulates in `dtype`."""
+    real = torch.ones(v.shape[:2], dtype=torch.bool, device=v.device) if mask is None else mask
+    bounds = [0, v.shape[1]] if cu_seqlens is None else sequence_bounds(cu_seqlens, v.shape[1])
+    outputs: list[Tensor] = []
+    states: list[LatteState] = []
+    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        piece = [x if x is None else _clean(x[:, start:end], real[:, start:end], dtype) for x in (q, k, v, window_q, window_k)]
+        row = slice(None) if cu_seqlens is None else slice(i, i + 1)
+        y, state = _attend_sequence(
+            *piece,
+            real[:, start:end],
+            None if latents is None else LatteState(latents.log_norm[row].to(dtype), latents.mean[row].to(dtype)),
+            None if past is None else WindowState(*(part[row] for part in past)),
+            window, scale, softcap, undirected, causal,
+        )  # fmt: skip
+        outputs.append(y)
+        states.append(state)
+    y = torch.cat(outputs, dim=1).to(v.dtype)
+    return y, LatteState(torch.cat([s.log_norm for s in states]), torch.cat([s.mean for s in states]))
+
+
+def _clean(x: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).masked_fill(~real[..., None, None], 0.0)
+
+
+def _attend_sequence(
+    q, k, v, window_q, window_k, real, state, past, window, scale, softcap, undirected, causal
+) -> tuple[Tensor, LatteState]:  # fmt: skip
+    batch, tokens, value_heads, width = v.shape
+    heads = (q if q is not None else window_q).shape[2]
+    v_heads = v.repeat_interleave(heads // value_heads, dim=2)
+    if state is None:
+        state = empty_latte_state(batch, heads, 0 if k is None else k.shape[3], width, v, v.dtype)
+
+    states = []
+    for t in range(tokens if k is not None else 0):
+        values = v_heads[:, t, :, None].expand_as(state.mean)
+        key = k[:, t].masked_fill(~real[:, t, None, None], -torch.inf)
+        state = merge(state, LatteState(key, values))
+        states.append(state)
+
+    outputs = []
+    for t in range(tokens):
+        log_p = None if q is None else q[:, t]
+        if window_q is not None:
+            local = _window_mean(t, v, window_q, window_k, real, past, window, scale, softcap, causal)
+        if k is None:
+            y = local
+        else:
+            seen = states[t] if causal else state
+            p = _softmax(log_p + seen.log_norm if undirected else log_p)
+            y = torch.einsum("bhl,bhld->bhd", p[..., -k.shape[3] :], seen.mean)
+            if window_q is not None:
+                y = y + p[..., :1] * local
+        outputs.append(y.masked_fill(~real[:, t, None, None], 0.0))
+    y = torch.stack(outputs, dim=1) if outputs else v.new_zeros((batch, 0, heads, width))
+    return y, state
+
+
+def _window_mean(t, v, q, k, real, past, window, scale, softcap, causal) -> Tensor:
+    """Σ_s softmax_s(cap(scale · q_t·k_s)) v_s over the window of token t, including what of it lies in the past."""
+    stop = t + 1 if causal else min(t + window, v.shape[1])
+    start = max(0, t - window + 1)
+    keys, values, valid = k[:, start:stop], v[:, start:stop], real[:, start:stop]
+    older = window - 1 - t  # window positions before the first token of this call
+    if past is not None and older > 0:
+        keys = torch.cat([past.keys[:, -older:].to(k.dtype), keys], dim=1)
+        values = torch.cat([past.values[:, -older:].to(v.dtype), values], dim=1)
+        valid = torch.cat([past.valid[:, -older:], valid], dim=1)
+    groups = q.shape[2] // k.shape[2]
+    keys, values = keys.repeat_interleave(groups, dim=2), values.repeat_interleave(groups, dim=2)
+    scores = scale * torch.einsum("bhe,bshe->bhs", q[:, t], keys)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
+    return torch.einsum("bhs,bshd->bhd", weights, values)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last axis that gives zeros, not NaN, where every logit is −inf."""
+    empty = (logits == -torch.inf).all(dim=-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)

@@ -1,0 +1,52 @@
+"""The last window − 1 positions, moved on by the tokens of one call."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from latte.ops.states import WindowState
+
+
+def advance_window(
+    past: WindowState | None, keys: Tensor, values: Tensor, window: int, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> WindowState:
+    """The window state after `keys` and `values`; slots before the first token, and masked ones, are not valid."""
+    batch, tokens = keys.shape[:2]
+    slots = window - 1
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if past is None:
+        past = WindowState(
+            keys.new_zeros((sequences, slots, *keys.shape[2:])),
+            values.new_zeros((sequences, slots, *values.shape[2:])),
+            torch.zeros((sequences, slots), dtype=torch.bool, device=keys.device),
+        )
+    real = torch.ones((batch, tokens), dtype=torch.bool, device=keys.device) if mask is None else mask
+    last = _last if cu_seqlens is None else partial(_last_packed, cu_seqlens=cu_seqlens)
+    valid = last(past.valid, real, slots)
+    keys, values = last(past.keys, keys, slots), last(past.values, values, slots)
+    if mask is not None:  # what stands in masked positions may be anything, so it is not kept
+        keys = keys.masked_fill(~valid[..., None, None], 0.0)
+        values = values.masked_fill(~valid[..., None, None], 0.0)
+    return WindowState(keys, values, valid)
+
+
+def _last(past: Tensor, new: Tensor, slots: int) -> Tensor:
+    tokens = new.shape[1]
+    if tokens >= slots:
+        return new[:, tokens - slots :].clone()
+    return torch.cat([past[:, tokens:], new.to(past.dtype)], dim=1)
+
+
+def _last_packed(past: Tensor, new: Tensor, slots: int, cu_seqlens: Tensor) -> Tensor:
+    """For each packed sequence, the last `slots` of its past followed by its tokens."""
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    place = lengths[:, None] + torch.arange(slots, device=new.device) - slots  # in the sequence; < 0 is in the past
+    row = torch.arange(len(starts), device=new.device)[:, None]
+    older = past[row, (slots + place).clamp(min=0, max=max(slots - 1, 0))] if slots else past
+    if new.shape[1] == 0:
+        return older
+    token = (starts[:, None] + place).clamp(min=0, max=new.shape[1] - 1)
+    recent = new[0, token].to(past.dtype)
+    from_past = (place < 0).reshape(place.shape + (1,) * (past.ndim - 2))
+    return torch.where(from_past, older, recent)
