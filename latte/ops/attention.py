@@ -32,7 +32,7 @@ def latte_attention(
     causal: bool = True,
     mask: Bool[Tensor, "B T"] | None = None,
     state: LatteState | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
     backend: str = "auto",
 ) -> LatteOutput:
     """y_t = Σ_l p(l|t) Σ_{s≤t} p(s|l,t) v_s, with p(l|t) = softmax_l(q_t) and p(s|l,t) ∝ exp(k_s,l)  (eqs. 6-14).
@@ -57,7 +57,7 @@ def linear_attention(
     feature_map: FeatureMap = "elu+1",
     mask: Bool[Tensor, "B T"] | None = None,
     state: LatteState | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
     backend: str = "auto",
 ) -> LinearOutput:
     """y_t = φ(q_t)ᵀ Σ_{s≤t} φ(k_s) v_sᵀ / φ(q_t)ᵀ Σ_{s≤t} φ(k_s), the undirected model  (eqs. 4-5).
@@ -66,11 +66,14 @@ def linear_attention(
     that are not positive count as 0. Features are kept as logarithms, so φ = exp cannot overflow, and the state is
     Latte's: (log Σ φ(k_s), weighted mean of values). Where φ(q_t) meets no key at all, y_t = 0.
     """
-    checks.check_shape("q", q, "B T H L", (None,) * 4)
+    checks.check_shape("v", v, "B T Hv D", (None,) * 4)
+    checks.check_shape("q", q, "B T H L", (v.shape[0], v.shape[1], None, None))
     checks.check_shape("k", k, "B T H L", q.shape)
+    sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v)
+    if mask is not None:  # what stands in masked positions may be anything, and features have gradients of their own
+        q, k = (x.masked_fill(~mask[..., None, None], 0.0) for x in (q, k))
     log_q, log_k = log_features(feature_map, q, "q"), log_features(feature_map, k, "k")
     _check_latents(log_q, log_k, v, extra=0)
-    sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v)
     _check_latte_state(state, (sequences, q.shape[2], log_k.shape[3], v.shape[3]), v)
     y, latents = _attend(
         backend, log_q, log_k, v, undirected=True, causal=causal, mask=mask, latents=state, cu_seqlens=cu_seqlens
@@ -89,7 +92,7 @@ def window_attention(
     causal: bool = True,
     mask: Bool[Tensor, "B T"] | None = None,
     state: WindowState | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
     backend: str = "auto",
 ) -> WindowOutput:
     """y_t = Σ_s softmax_s(cap(scale · q_t·k_s)) v_s over the last `window` positions, t itself included  (eq. 17).
@@ -109,7 +112,7 @@ def window_attention(
 
 
 def macchiato_attention(
-    q: Float[Tensor, "B T H L+1"],
+    q: Float[Tensor, "B T H choices"],
     k: Float[Tensor, "B T H L"],
     v: Float[Tensor, "B T Hv D"],
     window_q: Float[Tensor, "B T H E"],
@@ -121,7 +124,7 @@ def macchiato_attention(
     causal: bool = True,
     mask: Bool[Tensor, "B T"] | None = None,
     state: MacchiatoState | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
     backend: str = "auto",
 ) -> MacchiatoOutput:
     """y_t = p(0|t) · window_attention_t + Σ_{l≥1} p(l|t) Σ_{s≤t} p(s|l,t) v_s, p(·|t) = softmax(q_t)  (eqs. 15-17).
@@ -135,8 +138,10 @@ def macchiato_attention(
     sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v, window_q=window_q, window_k=window_k)
     past = None
     if state is not None:
+        checks.check_kind("state", state, MacchiatoState)
+        checks.check_kind("state.latents", state.latents, LatteState)
         past = WindowState(state.keys, state.values, state.valid)
-        _check_latte_state(state.latents, (sequences, q.shape[2], k.shape[3], v.shape[3]), v)
+        _check_latte_state(state.latents, (sequences, q.shape[2], k.shape[3], v.shape[3]), v, "state.latents")
         _check_window_state(past, sequences, window_k, v, window)
     y, latents = _attend(
         backend, q, k, v, window_q, window_k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
@@ -171,12 +176,12 @@ def _attend(
             from latte.ops.torch.attention import attend
         case _:
             from latte.ops.triton.attention import attend
-    if scale is None:
-        scale = 1.0 if window_q is None else window_q.shape[-1] ** -0.5
+    if scale is None and window_q is not None:
+        scale = window_q.shape[-1] ** -0.5
     with torch.autocast(v.device.type, enabled=False):
         return attend(
-            q, k, v, window_q, window_k, window=window, scale=scale, softcap=softcap or 0.0, undirected=undirected,
-            causal=causal, mask=mask, latents=latents, past=past, cu_seqlens=cu_seqlens,
+            q, k, v, window_q, window_k, window=window, scale=1.0 if scale is None else scale, softcap=softcap or 0.0,
+            undirected=undirected, causal=causal, mask=mask, latents=latents, past=past, cu_seqlens=cu_seqlens,
             dtype=accumulation_dtype(q, k, v, window_q, window_k),
         )  # fmt: skip
 
@@ -206,23 +211,28 @@ def _check_window_parts(
 
 def _check_common(mask: Tensor | None, cu_seqlens: Tensor | None, **tensors: Tensor) -> int:
     """Mask, packing and devices; returns the number of states."""
-    checks.check_same_device(**tensors, mask=mask, cu_seqlens=cu_seqlens)
     batch, tokens = tensors["v"].shape[:2]
     checks.check_mask(mask, batch, tokens)
-    return checks.check_cu_seqlens(cu_seqlens, batch)
+    sequences = checks.check_cu_seqlens(cu_seqlens, batch)
+    checks.check_same_device(**tensors, mask=mask, cu_seqlens=cu_seqlens)
+    return sequences
 
 
-def _check_latte_state(state: LatteState | None, sizes: tuple[int, int, int, int], v: Tensor) -> None:
+def _check_latte_state(
+    state: LatteState | None, sizes: tuple[int, int, int, int], v: Tensor, name: str = "state"
+) -> None:
     if state is None:
         return
-    checks.check_same_device(v=v, **{"state.log_norm": state.log_norm, "state.mean": state.mean})
-    checks.check_shape("state.log_norm", state.log_norm, "B H L", sizes[:3])
-    checks.check_shape("state.mean", state.mean, "B H L D", sizes)
+    checks.check_kind(name, state, LatteState)
+    checks.check_shape(f"{name}.log_norm", state.log_norm, "B H L", sizes[:3])
+    checks.check_shape(f"{name}.mean", state.mean, "B H L D", sizes)
+    checks.check_same_device(v=v, **{f"{name}.{part}": tensor for part, tensor in state._asdict().items()})
 
 
 def _check_window_state(state: WindowState | None, sequences: int, k: Tensor, v: Tensor, window: int) -> None:
     if state is None:
         return
+    checks.check_kind("state", state, WindowState)
     checks.check_shape("state.keys", state.keys, "B w-1 Hv E", (sequences, window - 1, *k.shape[2:]))
     checks.check_shape("state.values", state.values, "B w-1 Hv D", (sequences, window - 1, *v.shape[2:]))
     checks.check_mask(state.valid, sequences, window - 1, "state.valid")

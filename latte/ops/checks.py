@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,23 +21,24 @@ def backend_for(name: str, device: torch.device) -> str:
 
 def check_shape(name: str, tensor: object, legend: str, shape: Sequence[int | None]) -> None:
     """`tensor` must be a floating point tensor of `shape`; None stands for any size, `legend` says the axes."""
-    check_floating(name, tensor, legend)
-    check_sizes(name, tensor, legend, shape)
+    check_sizes(name, check_floating(name, tensor, legend), legend, shape)
 
 
-def check_floating(name: str, tensor: object, legend: str) -> None:
+def check_floating(name: str, tensor: object, legend: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is {type(tensor).__name__}; it must be a tensor [{legend}]")
     if not tensor.is_floating_point():
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be a floating point tensor [{legend}]")
+    return tensor
 
 
 def check_sizes(name: str, tensor: Tensor, legend: str, shape: Sequence[int | None]) -> None:
-    expected = [axis if size is None else f"{axis}={size}" for axis, size in zip(legend.split(), shape, strict=True)]
     fits = tensor.ndim == len(shape) and all(
         size is None or size == got for size, got in zip(shape, tensor.shape, strict=True)
     )
-    if not fits:
+    if not fits:  # only now, since a size that is written into text is no longer dynamic to torch.compile
+        axes = zip(legend.split(), shape, strict=True)
+        expected = [axis if size is None else f"{axis}={size}" for axis, size in axes]
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{', '.join(expected)}]")
 
 
@@ -45,9 +47,11 @@ def check_positive(name: str, value: int, axes: str) -> None:
         raise ValueError(f"{name} has {axes} = {value}; it must be at least 1")
 
 
-def check_grouping(heads: int, value_heads: int, query: str) -> None:
+def check_grouping(heads: int, value_heads: int, query: str, value: str = "v") -> None:
     if value_heads < 1 or heads % value_heads:
-        raise ValueError(f"v has {value_heads} heads and {query} has {heads}; {query}'s must be a multiple of v's")
+        raise ValueError(
+            f"{value} has {value_heads} heads and {query} has {heads}; {query}'s must be a multiple of {value}'s"
+        )
 
 
 def check_window(window: object) -> None:
@@ -69,6 +73,11 @@ def check_mask(mask: object, batch: int, tokens: int, name: str = "mask") -> Non
         got = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
         raise ValueError(f"{name} has {got}; it must be a bool tensor [B, T], True = real token")
     check_sizes(name, mask, "B T", (batch, tokens))
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {type(value).__name__}; it must be a {kind.__name__}")
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
@@ -99,7 +108,7 @@ def sequence_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts at {bounds[0]}; it must start at 0")
-    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         if end < start:
             raise ValueError(f"cu_seqlens decreases from {start} to {end} at index {i + 1}; it must never decrease")
     if bounds[-1] != tokens:

@@ -12,9 +12,7 @@ from latte.ops.states import accumulation_dtype
 FeatureMap = Literal["elu+1", "exp", "relu"] | Callable[[Tensor], Tensor]
 
 
-def log_features(
-    feature_map: FeatureMap, x: Float[Tensor, "B T H X"], name: str = "x"
-) -> Float[Tensor, "B T H L"]:
+def log_features(feature_map: FeatureMap, x: Float[Tensor, "B T H X"], name: str = "x") -> Float[Tensor, "B T H L"]:
     """log φ(x), −inf where φ(x) is not positive; gradients are those of φ at positive features and 0 elsewhere."""
     x = x.to(accumulation_dtype(x))
     match feature_map:

@@ -1,7 +1,8 @@
 """What the operations return: outputs and the states that carry the past.
 
 Shapes throughout the package: B batch, T tokens, H heads, Hv value heads (H is a multiple of Hv), L latents
-per head, D value width, E window query/key width, W recurrent width, K convolution taps, N packed sequences.
+per head, D value width, E window query/key width, W recurrent width, K convolution taps, N packed sequences (and
+N + 1 bounds); P = window − 1 kept positions; L + 1 choices of Macchiato, the window and its latents.
 """
 
 from typing import NamedTuple

@@ -21,7 +21,7 @@ def attention_weights(
     softcap: float | None = None,
     causal: bool = True,
     mask: Bool[Tensor, "B T"] | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
 ) -> Float[Tensor, "B H T T"]:
     """a_ts = p(s|t) = Σ_l p(l|t) p(s|l,t)  (eq. 8): every row is non-negative and sums to 1.
 
@@ -35,8 +35,13 @@ def attention_weights(
     batch, tokens = queries.shape[:2]
     checks.check_mask(mask, batch, tokens)
     checks.check_cu_seqlens(cu_seqlens, batch)
-    checks.check_same_device(queries=queries, k=k, window_k=window_k, mask=mask, cu_seqlens=cu_seqlens)
+    checks.check_same_device(q=q, k=k, window_q=window_q, window_k=window_k, mask=mask, cu_seqlens=cu_seqlens)
     visible = _visible(queries, causal, mask, cu_seqlens)
+    if mask is not None:  # what stands in masked positions may be anything
+        hidden = ~mask[..., None, None]
+        q, k, window_q, window_k = (
+            None if x is None else x.masked_fill(hidden, 0.0) for x in (q, k, window_q, window_k)
+        )
 
     local = None
     if window_q is not None and window_k is not None:
@@ -47,9 +52,11 @@ def attention_weights(
         assert local is not None
         return local
     p, per_latent = _latent_parts(q, k, visible, feature_map)
-    weights = sum(p[..., l, None] * per_latent(l) for l in range(-k.shape[3], 0))
-    assert isinstance(weights, Tensor)
-    return weights if local is None else weights + p[..., :1] * local
+    others = 0 if local is None else 1
+    weights = p.new_zeros((*p.shape[:3], tokens)) if local is None else p[..., :1] * local
+    for latent in range(p.shape[3] - others):
+        weights = weights + p[..., others + latent, None] * per_latent(latent)
+    return weights
 
 
 def _check(q, k, window_q, window_k, feature_map) -> None:
@@ -64,11 +71,13 @@ def _check(q, k, window_q, window_k, feature_map) -> None:
     if window_q is not None:
         checks.check_shape("window_q", window_q, "B T H E", (None,) * 4)
         checks.check_shape("window_k", window_k, "B T Hv E", (*window_q.shape[:2], None, window_q.shape[3]))
-        checks.check_grouping(window_q.shape[2], window_k.shape[2], "window_q")
+        checks.check_positive("window_q", window_q.shape[3], "E")
+        checks.check_grouping(window_q.shape[2], window_k.shape[2], "window_q", "window_k")
     if q is not None:
         extra = 0 if window_q is None else 1
         shape = (None,) * 4 if window_q is None else (*window_q.shape[:3], None)
         checks.check_shape("q", q, "B T H L+1" if extra else "B T H L", shape)
+        checks.check_positive("q", q.shape[3] - extra, "L")
         checks.check_shape("k", k, "B T H L", (*q.shape[:3], q.shape[3] - extra))
 
 
@@ -91,7 +100,8 @@ def _visible(queries: Tensor, causal: bool, mask: Tensor | None, cu_seqlens: Ten
 def _window_weights(q, k, visible, window: int, scale: float | None, softcap: float | None) -> Tensor:
     dtype = accumulation_dtype(q, k)
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    scores = torch.einsum("bthe,bshe->bhts", q.to(dtype), k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bthe,bshe->bhts", q.to(dtype), k) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     place = torch.arange(q.shape[1], device=q.device)
@@ -110,11 +120,17 @@ def _latent_parts(q, k, visible, feature_map):
         return keys[..., None, :, latent].masked_fill(~visible.unsqueeze(1), -torch.inf)
 
     if feature_map is not None:  # the undirected model weighs a latent by all that its keys gathered
-        norms = [torch.logsumexp(scores(latent), dim=-1) for latent in range(-keys.shape[3], 0)]
+        norms = [_logsumexp(scores(latent)) for latent in range(keys.shape[3])]
         logits = logits + torch.stack(norms, dim=-1)
     seeing = visible.any(dim=-1)[:, None, :, None]
     p = _masked_softmax(logits, seeing & (logits > -torch.inf))
     return p, lambda latent: _masked_softmax(scores(latent), scores(latent) > -torch.inf)
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """Over the last axis; −inf, with a gradient of 0 and not NaN, where every score is −inf."""
+    empty = (scores == -torch.inf).all(dim=-1)
+    return torch.logsumexp(scores.masked_fill(empty.unsqueeze(-1), 0.0), dim=-1).masked_fill(empty, -torch.inf)
 
 
 def _masked_softmax(logits: Tensor, keep: Tensor) -> Tensor:

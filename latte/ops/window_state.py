@@ -33,9 +33,7 @@ def advance_window(
 
 def _last(past: Tensor, new: Tensor, slots: int) -> Tensor:
     tokens = new.shape[1]
-    if tokens >= slots:
-        return new[:, tokens - slots :].clone()
-    return torch.cat([past[:, tokens:], new.to(past.dtype)], dim=1)
+    return torch.cat([past[:, tokens:], new[:, max(tokens - slots, 0) :]], dim=1)
 
 
 def _last_packed(past: Tensor, new: Tensor, slots: int, cu_seqlens: Tensor) -> Tensor:
@@ -47,6 +45,6 @@ def _last_packed(past: Tensor, new: Tensor, slots: int, cu_seqlens: Tensor) -> T
     if new.shape[1] == 0:
         return older
     token = (starts[:, None] + place).clamp(min=0, max=new.shape[1] - 1)
-    recent = new[0, token].to(past.dtype)
+    recent = new[0, token]
     from_past = (place < 0).reshape(place.shape + (1,) * (past.ndim - 2))
     return torch.where(from_past, older, recent)

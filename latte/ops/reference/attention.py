@@ -1,5 +1,7 @@
 """Attention token by token: the recurrence of the latents (eqs. 10-14) and a softmax over the window (eq. 17)."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -30,15 +32,16 @@ def attend(
     bounds = [0, v.shape[1]] if cu_seqlens is None else sequence_bounds(cu_seqlens, v.shape[1])
     outputs: list[Tensor] = []
     states: list[LatteState] = []
-    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        piece = [x if x is None else _clean(x[:, start:end], real[:, start:end], dtype) for x in (q, k, v, window_q, window_k)]
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        here = real[:, start:end]
+        piece = [x if x is None else _clean(x[:, start:end], here, dtype) for x in (q, k, v, window_q, window_k)]
         row = slice(None) if cu_seqlens is None else slice(i, i + 1)
         y, state = _attend_sequence(
             *piece,
-            real[:, start:end],
-            None if latents is None else LatteState(latents.log_norm[row].to(dtype), latents.mean[row].to(dtype)),
-            None if past is None else WindowState(*(part[row] for part in past)),
-            window, scale, softcap, undirected, causal,
+            real=here,
+            state=None if latents is None else LatteState(*(part[row].to(dtype) for part in latents)),
+            past=None if past is None else _clean_past(WindowState(*(part[row] for part in past)), dtype),
+            window=window, scale=scale, softcap=softcap, undirected=undirected, causal=causal,
         )  # fmt: skip
         outputs.append(y)
         states.append(state)
@@ -50,8 +53,12 @@ def _clean(x: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).masked_fill(~real[..., None, None], 0.0)
 
 
+def _clean_past(past: WindowState, dtype: torch.dtype) -> WindowState:
+    return WindowState(_clean(past.keys, past.valid, dtype), _clean(past.values, past.valid, dtype), past.valid)
+
+
 def _attend_sequence(
-    q, k, v, window_q, window_k, real, state, past, window, scale, softcap, undirected, causal
+    q, k, v, window_q, window_k, *, real, state, past, window, scale, softcap, undirected, causal
 ) -> tuple[Tensor, LatteState]:  # fmt: skip
     batch, tokens, value_heads, width = v.shape
     heads = (q if q is not None else window_q).shape[2]
@@ -60,25 +67,22 @@ def _attend_sequence(
         state = empty_latte_state(batch, heads, 0 if k is None else k.shape[3], width, v, v.dtype)
 
     states = []
-    for t in range(tokens if k is not None else 0):
-        values = v_heads[:, t, :, None].expand_as(state.mean)
-        key = k[:, t].masked_fill(~real[:, t, None, None], -torch.inf)
-        state = merge(state, LatteState(key, values))
-        states.append(state)
+    if k is not None:
+        for t in range(tokens):
+            values = v_heads[:, t, :, None].expand_as(state.mean)
+            key = k[:, t].masked_fill(~real[:, t, None, None], -torch.inf)
+            state = merge(state, LatteState(key, values))
+            states.append(state)
 
     outputs = []
     for t in range(tokens):
-        log_p = None if q is None else q[:, t]
-        if window_q is not None:
-            local = _window_mean(t, v, window_q, window_k, real, past, window, scale, softcap, causal)
-        if k is None:
-            y = local
-        else:
+        y, share = v.new_zeros((batch, heads, width)), 1.0
+        if q is not None:
             seen = states[t] if causal else state
-            p = _softmax(log_p + seen.log_norm if undirected else log_p)
-            y = torch.einsum("bhl,bhld->bhd", p[..., -k.shape[3] :], seen.mean)
-            if window_q is not None:
-                y = y + p[..., :1] * local
+            p = _softmax(q[:, t] + seen.log_norm if undirected else q[:, t])
+            y, share = torch.einsum("bhl,bhld->bhd", p[..., -seen.log_norm.shape[-1] :], seen.mean), p[..., :1]
+        if window_q is not None:
+            y = y + share * _window_mean(t, v, window_q, window_k, real, past, window, scale, softcap, causal)
         outputs.append(y.masked_fill(~real[:, t, None, None], 0.0))
     y = torch.stack(outputs, dim=1) if outputs else v.new_zeros((batch, 0, heads, width))
     return y, state
@@ -91,8 +95,8 @@ def _window_mean(t, v, q, k, real, past, window, scale, softcap, causal) -> Tens
     keys, values, valid = k[:, start:stop], v[:, start:stop], real[:, start:stop]
     older = window - 1 - t  # window positions before the first token of this call
     if past is not None and older > 0:
-        keys = torch.cat([past.keys[:, -older:].to(k.dtype), keys], dim=1)
-        values = torch.cat([past.values[:, -older:].to(v.dtype), values], dim=1)
+        keys = torch.cat([past.keys[:, -older:], keys], dim=1)
+        values = torch.cat([past.values[:, -older:], values], dim=1)
         valid = torch.cat([past.valid[:, -older:], valid], dim=1)
     groups = q.shape[2] // k.shape[2]
     keys, values = keys.repeat_interleave(groups, dim=2), values.repeat_interleave(groups, dim=2)

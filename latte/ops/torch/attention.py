@@ -74,7 +74,8 @@ def mixture_forward(
             return _mixture(inputs, options).forward(inputs, options)
         y, log_norm, mean = _empty_outputs(inputs, cu_seqlens, dtype)
         for group in groups(cu_seqlens, v.shape[1]):
-            part = _mixture(inputs, options).forward(_gather(inputs, group), options)
+            sequences = _gather(inputs, group)
+            part = _mixture(sequences, options).forward(sequences, options)
             group.scatter(y, part[0])
             log_norm[group.rows], mean[group.rows] = part[1], part[2]
         return y, log_norm, mean
@@ -117,13 +118,12 @@ def mixture_backward(
         if cu_seqlens is None:
             grads = _mixture(inputs, options).backward(inputs, options, dy, dlog_norm, dmean)
             return [grads[name] if name in grads else v.new_empty(0) for name in DIFFERENTIABLE]
-        grads = dict(zip(DIFFERENTIABLE, _empty_gradients(inputs), strict=True))
+        grads: dict[str, Tensor] = dict(zip(DIFFERENTIABLE, _empty_gradients(inputs), strict=True))
         for group in groups(cu_seqlens, v.shape[1]):
+            sequences = _gather(inputs, group)
             into_state = (None if d is None else d[group.rows] for d in (dlog_norm, dmean))
-            padding = ~group.real[..., None, None]
-            part = _mixture(inputs, options).backward(
-                _gather(inputs, group), options, group.gather(dy).masked_fill(padding, 0.0), *into_state
-            )
+            into_y = group.gather(dy).masked_fill(~group.real[..., None, None], 0.0)
+            part = _mixture(sequences, options).backward(sequences, options, into_y, *into_state)
             for name, grad in part.items():
                 if name in PER_TOKEN:
                     group.scatter(grads[name], grad)
@@ -158,8 +158,9 @@ mixture_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _mixture(inputs: Inputs, options: Options):
-    """The module that walks: latents that look both ways have one state, else the walk carries it."""
-    return causal_mixture if options.causal or inputs.k is None else whole_mixture
+    """The module that walks: latents that look both ways have one state, else (or without tokens) it is carried."""
+    carried = options.causal or inputs.k is None or inputs.v.shape[1] == 0
+    return causal_mixture if carried else whole_mixture
 
 
 def _gather(inputs: Inputs, group) -> Inputs:
@@ -183,4 +184,4 @@ def _empty_outputs(inputs: Inputs, cu_seqlens: Tensor | None, dtype: torch.dtype
 
 def _empty_gradients(inputs: Inputs) -> list[Tensor]:
     present = [getattr(inputs, name) for name in DIFFERENTIABLE]
-    return [inputs.v.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in present]
+    return [inputs.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in present]

@@ -71,7 +71,7 @@ def backward(
                 share = None if tile is None else tile.p[..., :1]
                 dq, dkeys, h = band_backward(weights, slope, share, products, q, keys)
                 grads.add_window(start, end, dq * options.scale, dkeys)
-                if scores is not None:
+                if scores is not None and share is not None:
                     weights = weights * share
                     weights[..., here] += scores
                 grads.add_span_values(start, end, torch.bmm(stack(weights).transpose(1, 2), stack(pull)))

@@ -21,12 +21,14 @@ class Gradients:
         self.values = torch.zeros_like(walk.values, dtype=dtype)
 
     def add_latents(self, start: int, end: int, dq: Tensor, dk: Tensor) -> None:
-        assert self.q is not None and self.k is not None
+        assert self.q is not None
+        assert self.k is not None
         self.walk.store(self.q, dq, start, end)
         self.walk.store(self.k, dk, start, end)
 
     def add_window(self, start: int, end: int, dq: Tensor, dkeys: Tensor) -> None:
-        assert self.window_q is not None and self.keys is not None
+        assert self.window_q is not None
+        assert self.keys is not None
         self.walk.store(self.window_q, dq, start, end)
         self._add(self.keys, dkeys, *self.walk.band.span(start, end))
 
@@ -42,7 +44,10 @@ class Gradients:
         target[:, first:last] += tile.view(self.walk.batch, heads, last - first, width).transpose(1, 2)
 
     def finish(self, dlog_norm: Tensor | None, dmean: Tensor | None) -> dict[str, Tensor]:
-        """All gradients by input name, those of the given state included; masked positions get 0."""
+        """All gradients by input name, those of the given state included; masked positions get 0.
+
+        No two share memory, as a custom operation's results must not.
+        """
         x, walk = self.walk.inputs, self.walk
         offset = walk.band.offset
         grads = {"q": self.q, "k": self.k, "window_q": self.window_q, "v": self.values[:, offset:]}
@@ -53,9 +58,10 @@ class Gradients:
                 if grad is not None:
                     grad.masked_fill_(walk.empty[..., None, None], 0.0)
         if x.past_keys is not None and self.keys is not None:
-            grads["past_keys"], grads["past_values"] = self.keys[:, :offset], self.values[:, :offset]
+            grads["past_keys"], grads["past_values"] = self.keys[:, :offset].clone(), self.values[:, :offset].clone()
         if x.log_norm is not None and x.mean is not None and dlog_norm is not None and dmean is not None:
-            grads["log_norm"], grads["mean"] = dlog_norm.reshape(x.log_norm.shape), dmean.reshape(x.mean.shape)
+            grads["log_norm"] = dlog_norm.reshape(x.log_norm.shape)
+            grads["mean"] = dmean.reshape(x.mean.shape).clone()  # without tokens it is the given gradient itself
         present = {field.name: getattr(x, field.name) for field in fields(x)}
         return {
             name: grad.to(present[name].dtype).contiguous()

@@ -1,6 +1,7 @@
 """Packed sequences as a few padded batches: sequences of like length go together."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ def groups(cu_seqlens: Tensor, tokens: int) -> Iterator[Group]:
     """All sequences, those whose lengths share a power of two together; empty ones in a group of their own."""
     bounds = sequence_bounds(cu_seqlens, tokens)
     by_size: dict[int, list[int]] = {}
-    for row, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(bounds)):
         by_size.setdefault((end - start).bit_length(), []).append(row)
     for rows in by_size.values():
         index = torch.tensor(rows)

@@ -56,14 +56,15 @@ class Walk:
         self.keys, self.values, self.blocked = x.window_k, x.v, self.empty
         offset = 0
         if x.window_k is not None and x.past_keys is not None:
-            assert x.past_values is not None and x.past_valid is not None
+            assert x.past_values is not None
+            assert x.past_valid is not None
             offset = x.past_keys.shape[1]
-            self.keys = torch.cat([x.past_keys.to(x.window_k.dtype), x.window_k], dim=1)
-            self.values = torch.cat([x.past_values.to(x.v.dtype), x.v], dim=1)
+            self.keys = torch.cat([x.past_keys, x.window_k], dim=1)
+            self.values = torch.cat([x.past_values, x.v], dim=1)
             now = torch.zeros_like(x.v[:, :, 0, 0], dtype=torch.bool) if self.empty is None else self.empty
             self.blocked = torch.cat([~x.past_valid, now], dim=1)
         self.band = Band(self.options.window, offset, offset + self.tokens, self.options.causal)
-        self._hidden: dict[tuple[int, int, int], Tensor] = {}
+        self._hidden: dict[tuple[int, int, int], Tensor] = {}  # the last mask: most tiles share it
 
     def load(self, x: Tensor, start: int, end: int, empty: Tensor | None = None, fill: float = 0.0) -> Tensor:
         """Tokens start..end of [B T heads X] as [N G C X] (G = 1 for value heads)."""
@@ -85,7 +86,7 @@ class Walk:
         first, last = self.band.span(start, end)
         shape = (end - start, start - first, last - first)
         if shape not in self._hidden:
-            self._hidden[shape] = self.band.hidden(start, end, self.inputs.v.device).unsqueeze(0)
+            self._hidden = {shape: self.band.hidden(start, end, self.inputs.v.device).unsqueeze(0)}
         hidden = self._hidden[shape]
         if self.blocked is None:
             return hidden
@@ -100,11 +101,12 @@ class Walk:
             log_norm = x.v.new_full((self.rows, self.groups, latents), -torch.inf, dtype=self.options.dtype)
             return log_norm, x.v.new_zeros((*log_norm.shape, self.width), dtype=self.options.dtype)
         shape = (self.rows, self.groups, latents)
-        return x.log_norm.to(self.options.dtype).reshape(shape), x.mean.to(self.options.dtype).reshape(*shape, -1)
+        log_norm, mean = x.log_norm.to(self.options.dtype), x.mean.to(self.options.dtype)
+        return log_norm.reshape(shape), mean.reshape(*shape, self.width)
 
     def plan(self) -> list[list[tuple[int, int]]]:
         k = self.inputs.k
-        if k is None:
+        if k is None or self.rows == 0:
             return [[(start, min(start + TILE, self.tokens))] for start in range(0, self.tokens, TILE)]
         k = k.to(self.options.dtype)
         if self.empty is not None:
@@ -113,14 +115,16 @@ class Walk:
 
     def latents(self, start: int, end: int, log_norm: Tensor) -> tuple[LatentTile, Tensor]:
         x = self.inputs
-        assert x.q is not None and x.k is not None
+        assert x.q is not None
+        assert x.k is not None
         q = self.load(x.q, start, end, self.empty)
         k = self.load(x.k, start, end, self.empty, -torch.inf)
         return latent_tile(q, k, log_norm, self.options.undirected)
 
     def window_weights(self, start: int, end: int) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor], slice]:
         """Window weights [N G C S], the cap's slope, (scaled q, keys) and the columns that are the tile itself."""
-        assert self.inputs.window_q is not None and self.keys is not None
+        assert self.inputs.window_q is not None
+        assert self.keys is not None
         first, last = self.band.span(start, end)
         q = self.load(self.inputs.window_q, start, end, self.empty) * self.options.scale
         keys = self.load_values(self.keys, first, last, self.blocked)

@@ -1,5 +1,7 @@
 """Bidirectional mixture: every token sees the state (Z_T, M_T) of all tokens, and a window to both sides (eq. 6)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,19 @@ from latte.ops.torch.latents import TILE, softmax, stack
 from latte.ops.torch.walk import Inputs, Options, Walk
 
 
+class Whole(NamedTuple):
+    """(Z_T, M_T), and Z_T in two parts: exp(k − Z) = exp(k − peak) · inverse sums to 1 even where Z is coarse."""
+
+    log_norm: Tensor  # [N G L]
+    mean: Tensor  # [N G L D]
+    peak: Tensor  # [N G L] the largest key, 0 where nothing was seen
+    inverse: Tensor  # [N G L] exp(peak − Z), 0 where nothing was seen
+
+
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """y and the state of all tokens together with what came before."""
     walk = Walk(inputs, options)
-    log_norm, mean = _state(walk)
+    log_norm, mean, _, _ = _state(walk)
     y = inputs.v.new_empty((walk.batch, walk.tokens, walk.heads, walk.width))
     for start, end in _tiles(walk):
         p = _choice(walk, start, end, log_norm)
@@ -32,7 +43,8 @@ def backward(
     """Gradients of all floating point inputs that are present, by name."""
     walk = Walk(inputs, options)
     grads = Gradients(walk)
-    log_norm, mean = _state(walk)
+    state = _state(walk)
+    log_norm, mean = state.log_norm, state.mean
     latents = log_norm.shape[-1]
     into_norm = torch.zeros_like(log_norm) if dlog_norm is None else dlog_norm.to(mean.dtype).reshape_as(log_norm)
     into_mean = torch.zeros_like(mean) if dmean is None else dmean.to(mean.dtype).reshape_as(mean)
@@ -58,11 +70,11 @@ def backward(
 
     inward = (into_mean * mean).sum(dim=-1) - into_norm
     for (start, end), logits in zip(_tiles(walk), dlogits, strict=True):
-        dk, dv = _into_tokens(walk, start, end, log_norm, into_mean, inward)
+        dk, dv = _into_tokens(walk, start, end, state, into_mean, inward)
         grads.add_latents(start, end, logits, dk)
         grads.add_values(start, end, dv)
     before, before_mean = walk.state()
-    decay = torch.where(log_norm == -torch.inf, 0.0, torch.exp(before - log_norm))
+    decay = torch.exp(before - state.peak) * state.inverse
     into_before = decay * ((into_mean * before_mean).sum(dim=-1) - inward)
     return grads.finish(into_before, decay.unsqueeze(-1) * into_mean)
 
@@ -83,25 +95,33 @@ def _choice(walk: Walk, start: int, end: int, log_norm: Tensor) -> Tensor:
     return softmax(q + log_norm.unsqueeze(2) if walk.options.undirected else q)
 
 
-def _state(walk: Walk) -> tuple[Tensor, Tensor]:
-    """(Z_T, M_T): first the normaliser, then the means relative to it."""
+def _state(walk: Walk) -> Whole:
+    """First the normaliser, then the means relative to it."""
     before, before_mean = walk.state()
-    log_norm = before
+    peak = before
     for start, end in _tiles(walk):
-        log_norm = torch.logaddexp(log_norm, torch.logsumexp(_keys(walk, start, end), dim=2))
-    finite = torch.where(log_norm == -torch.inf, 0.0, log_norm)
-    mean = torch.exp(before - finite).unsqueeze(-1) * before_mean
+        peak = torch.maximum(peak, _keys(walk, start, end).amax(dim=2))
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    total = torch.exp(before - peak)
     for start, end in _tiles(walk):
-        share = torch.exp(_keys(walk, start, end) - finite.unsqueeze(2)).transpose(2, 3)
+        total = total + torch.exp(_keys(walk, start, end) - peak.unsqueeze(2)).sum(dim=2)
+    inverse = torch.where(total > 0, 1 / total, 0.0)
+    state = Whole(peak + torch.log(total), before_mean, peak, inverse)
+    mean = (torch.exp(before - peak) * inverse).unsqueeze(-1) * before_mean
+    for start, end in _tiles(walk):
         values = walk.load_values(walk.inputs.v, start, end, walk.empty)
-        mean = mean + torch.bmm(stack(share), values).view_as(mean)
-    return log_norm, mean
+        mean = mean + torch.bmm(stack(_share(walk, start, end, state).transpose(2, 3)), values).view_as(mean)
+    return state._replace(mean=mean)
 
 
-def _into_tokens(walk: Walk, start: int, end: int, log_norm: Tensor, into_mean: Tensor, inward: Tensor):
+def _share(walk: Walk, start: int, end: int, state: Whole) -> Tensor:
+    """p(s|l) = exp(k_s − Z) of the tile's tokens, [N G C L]."""
+    return torch.exp(_keys(walk, start, end) - state.peak.unsqueeze(2)) * state.inverse.unsqueeze(2)
+
+
+def _into_tokens(walk: Walk, start: int, end: int, state: Whole, into_mean: Tensor, inward: Tensor):
     """Gradients of keys and values through the state: exp(k − Z)(v·dM − Σ dM·M + dZ) and Σ_l exp(k − Z) dM."""
-    finite = torch.where(log_norm == -torch.inf, 0.0, log_norm)
-    share = torch.exp(_keys(walk, start, end) - finite.unsqueeze(2))
+    share = _share(walk, start, end, state)
     values = walk.load_values(walk.inputs.v, start, end, walk.empty)
     n, g, c, latents = share.shape
     rows = stack(into_mean)

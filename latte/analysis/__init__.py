@@ -1,0 +1,1 @@
+"""Looking at Latte: implied attention, figures and HTML reports."""

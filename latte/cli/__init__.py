@@ -1,0 +1,5 @@
+"""The `latte` command: parse, call, print."""
+
+from latte.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,275 @@
+"""`attend` by Triton kernels, as custom operations that torch.compile takes whole."""
+
+import torch
+from torch import Tensor
+
+from latte.ops.states import LatteState, WindowState
+from latte.ops.triton import launch
+from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.forward import output_kernel
+from latte.ops.triton.past import lay_past, lift_past
+
+MAX_WIDTH = 256
+MAX_LATENTS = 256
+TENSORS = ("q", "k", "v", "window_q", "window_k", "mask", "log_norm", "mean", "past_keys", "past_values", "past_valid")
+DIFFERENTIABLE = ("q", "k", "v", "window_q", "window_k", "log_norm", "mean", "past_keys", "past_values")
+
+
+def attend(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    window_q: Tensor | None,
+    window_k: Tensor | None,
+    *,
+    window: int,
+    scale: float,
+    softcap: float,
+    undirected: bool,
+    causal: bool,
+    mask: Tensor | None,
+    latents: LatteState | None,
+    past: WindowState | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, LatteState]:
+    """The mixture of latents and window; either may be absent. Accumulates in float32."""
+    check_device(output_kernel, v.device)
+    check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    _check_sizes(k, v, window_q)
+    if window_q is not None and scale <= 0:  # the kernels find the largest score before they scale
+        window_q, scale = (-window_q, -scale) if scale < 0 else (torch.zeros_like(window_q), 1.0)
+    keys, values, valid = (None, None, None) if past is None else past
+    log_norm, mean = (None, None) if latents is None else latents
+    # Eager calls take the lighter path around the same functions: a custom operation costs the host as much as a launch.
+    run = mixture_forward if torch.compiler.is_compiling() else Mixture.apply
+    y, log_norm, mean, *_ = run(
+        q, k, v, window_q, window_k, mask, log_norm, mean, keys, values, valid, cu_seqlens,
+        window, scale, softcap, undirected, causal,
+    )  # fmt: skip
+    return y, LatteState(log_norm, mean)
+
+
+def _check_sizes(k: Tensor | None, v: Tensor, window_q: Tensor | None) -> None:
+    sizes = {"v": (v.shape[3], MAX_WIDTH, "head width")}
+    if window_q is not None:
+        sizes["window_q"] = (window_q.shape[3], MAX_WIDTH, "head width")
+    if k is not None:
+        sizes["k"] = (k.shape[3], MAX_LATENTS, "latents per head")
+    for name, (size, most, what) in sizes.items():
+        if size > most:
+            raise ValueError(f'{name} has {size} {what}; the Triton kernels take up to {most}; use backend="torch"')
+
+
+KEPT = 7  # tensors that backward keeps besides the inputs and the state: States without its last two, and lse
+
+
+def _forward(
+    q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options
+) -> tuple[Tensor, ...]:
+    """y, the state after (log_norm, mean), and KEPT."""
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, v.shape[1])
+    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
+    call = launch.Call(_inputs(*tensors), launch.Options(*options))
+    with torch.cuda.device_of(v):
+        states = launch.tile_states(call) if k is not None else None
+        y, lse = launch.outputs(call, states)
+    if states is None:
+        last = call.empty(call.tiles.sequences, call.form.heads, 0)
+        none = [call.empty(0) for _ in range(KEPT - 1)]
+        return y, last, call.empty(*last.shape, v.shape[3]), *none, lse
+    return y, states.last_norm, states.last_mean, *states[:6], lse
+
+
+def _backward(
+    dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid,
+    cu_seqlens, *options
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of DIFFERENTIABLE, None for absent inputs; kept is what `_forward` gave after y."""
+    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
+    call = launch.Call(_inputs(*tensors), launch.Options(*options))
+    last, last_mean, *before, lse = kept
+    into = states = None
+    if k is not None:
+        states = launch.States(*before, last, last_mean)
+        if dmean is None:
+            carry, carry_h = torch.zeros_like(last_mean), torch.zeros_like(last)
+        else:
+            carry = dmean.float().contiguous()
+            carry_h = (carry * last_mean).sum(dim=-1)
+        into = (carry, carry_h if dlog_norm is None else carry_h - dlog_norm.float())
+    with torch.cuda.device_of(v):
+        grads = launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into)
+    dv, dkeys, dpast_keys, dpast_values = grads.v, grads.window_k, None, None
+    if call.inputs.slots and dkeys is not None:
+        dpast_values, dv = lift_past(dv, call.inputs.slots, cu_seqlens)
+        dpast_keys, dkeys = lift_past(dkeys, call.inputs.slots, cu_seqlens)
+    dfirst = dfirst_mean = None
+    if log_norm is not None and mean is not None and grads.first is not None:
+        dfirst_mean, dfirst_h = grads.first
+        dfirst = (dfirst_mean * mean.float()).sum(dim=-1) - dfirst_h
+        if not call.options.causal:
+            spread = torch.where(last == -torch.inf, 0.0, torch.exp(log_norm.float() - last))
+            dfirst, dfirst_mean = spread * dfirst, spread.unsqueeze(-1) * dfirst_mean
+    found = (grads.q, grads.k, dv, grads.window_q, dkeys, dfirst, dfirst_mean, dpast_keys, dpast_values)
+    given = (q, k, v, window_q, window_k, log_norm, mean, past_keys, past_values)
+    return [None if x is None or d is None else d.to(x.dtype) for d, x in zip(found, given, strict=True)]
+
+
+class Mixture(torch.autograd.Function):
+    """`_forward` and `_backward` for eager calls."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        tensors, options = arguments[:12], arguments[12:]
+        results = _forward(*tensors, *options)
+        ctx.save_for_backward(*results[1:], *tensors)
+        ctx.options = options
+        ctx.mark_non_differentiable(*results[3:])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, dy, dlog_norm, dmean, *_):
+        kept, tensors = ctx.saved_tensors[: 2 + KEPT], ctx.saved_tensors[2 + KEPT :]
+        if dy is None:
+            dy = torch.zeros(_output_shape(*tensors[:4]), dtype=tensors[2].dtype, device=tensors[2].device)
+        if tensors[1] is None:  # without latents the state is empty, and so are its gradients
+            dlog_norm = dmean = None
+        if dmean is None and dlog_norm is not None:
+            dmean = torch.zeros_like(kept[1])
+        grads = dict(zip(DIFFERENTIABLE, _backward(dy, dlog_norm, dmean, kept, *tensors, *ctx.options), strict=True))
+        return (*(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+
+
+def _output_shape(q, k, v, window_q) -> tuple[int, ...]:
+    return (*(q if q is not None else window_q).shape[:3], v.shape[3])
+
+
+@torch.library.custom_op("latte::mixture_triton_forward", mutates_args=())
+def mixture_forward(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    window_q: Tensor | None,
+    window_k: Tensor | None,
+    mask: Tensor | None,
+    log_norm: Tensor | None,
+    mean: Tensor | None,
+    past_keys: Tensor | None,
+    past_values: Tensor | None,
+    past_valid: Tensor | None,
+    cu_seqlens: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    undirected: bool,
+    causal: bool,
+) -> list[Tensor]:
+    """y, the state after (log_norm, mean) and what backward keeps."""
+    return list(_forward(
+        q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, window, scale,
+        softcap, undirected, causal,
+    ))  # fmt: skip
+
+
+@mixture_forward.register_fake
+def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options):
+    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
+    call = launch.Call(_inputs(*tensors), launch.Options(*options))
+    tiles, form = call.tiles, call.form
+    y = call.empty(*_output_shape(q, k, v, window_q), dtype=v.dtype)
+    lse = call.empty(*((call.batch, form.heads, call.tokens) if window_q is not None else (0,)))
+    state = (tiles.sequences, form.heads, form.latents)
+    last, last_mean = call.empty(*state), call.empty(*state, call.width)
+    if k is None:
+        return [y, last, last_mean, *(call.empty(0) for _ in range(KEPT - 1)), lse]
+    tile, piece = (tiles.count, *state[1:]), (tiles.rows * tiles.pieces, *state[1:])
+    return [
+        y, last, last_mean, call.empty(*tile), call.empty(*tile, call.width, dtype=v.dtype),
+        call.empty(*tile[:2], 3, tile[2]), call.empty(*piece), call.empty(*piece, call.width),
+        call.empty(1 + tiles.count * form.heads, dtype=torch.int32), lse,
+    ]  # fmt: skip
+
+
+@torch.library.custom_op("latte::mixture_triton_backward", mutates_args=())
+def mixture_backward(
+    dy: Tensor,
+    dlog_norm: Tensor | None,
+    dmean: Tensor | None,
+    kept: list[Tensor],
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    window_q: Tensor | None,
+    window_k: Tensor | None,
+    mask: Tensor | None,
+    log_norm: Tensor | None,
+    mean: Tensor | None,
+    past_keys: Tensor | None,
+    past_values: Tensor | None,
+    past_valid: Tensor | None,
+    cu_seqlens: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    undirected: bool,
+    causal: bool,
+) -> list[Tensor]:
+    """Gradients of DIFFERENTIABLE; an empty tensor stands for an absent input's."""
+    grads = _backward(
+        dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid,
+        cu_seqlens, window, scale, softcap, undirected, causal,
+    )  # fmt: skip
+    return [v.new_empty(0) if grad is None else grad for grad in grads]
+
+
+@mixture_backward.register_fake
+def _(dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, *_):
+    given = (q, k, v, window_q, window_k, log_norm, mean, past_keys, past_values)
+    return [v.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output[1:], *inputs[:12])
+    ctx.options = inputs[12:]
+
+
+def _gradients(ctx, grads):
+    kept, tensors = ctx.saved_tensors[: 2 + KEPT], ctx.saved_tensors[2 + KEPT :]
+    dy, dlog_norm, dmean = grads[0], *((None, None) if tensors[1] is None else grads[1:3])
+    found = mixture_backward(dy, dlog_norm, dmean, list(kept), *tensors, *ctx.options)
+    by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
+    by_input = [by_name[name] if name in by_name and x is not None else None for name, x in zip(TENSORS, tensors, strict=False)]
+    return (*by_input, *(None for _ in range(1 + len(ctx.options))))
+
+
+mixture_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _inputs(
+    q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens
+) -> launch.Inputs:
+    """The call as the kernels take it: rows contiguous, one dtype for the window's pair, the past laid in front."""
+    slots, tokens_v, tokens_mask = 0, _rows(v), mask
+    if window_q is not None and window_k is not None and window_q.dtype != window_k.dtype:
+        pair = torch.promote_types(window_q.dtype, window_k.dtype)
+        window_q, window_k = window_q.to(pair), window_k.to(pair)
+    if window_k is not None and past_keys is not None and past_keys.shape[1]:
+        slots = past_keys.shape[1]
+        real = torch.ones(v.shape[:2], dtype=torch.bool, device=v.device) if mask is None else mask
+        window_k, v = lay_past(past_keys, window_k, cu_seqlens), lay_past(past_values, v, cu_seqlens)
+        mask = lay_past(past_valid, real, cu_seqlens)
+    q, k, v, window_q, window_k, mask, tokens_mask = (
+        None if x is None else _rows(x) for x in (q, k, v, window_q, window_k, mask, tokens_mask)
+    )
+    if log_norm is not None:
+        log_norm, mean = log_norm.float().contiguous(), mean.float().contiguous()
+    return launch.Inputs(
+        q, k, v, window_q, window_k, mask, tokens_v, tokens_mask, log_norm, mean, cu_seqlens, slots
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,182 @@
+"""The short causal convolution on GPUs: one launch forward, one backward and a sum over its partial sums."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from latte.ops.packing import bounds, last_tokens
+from latte.ops.triton.convolution_kernels import backward_kernel, forward_kernel
+from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+
+TILE, BLOCK = 16, 64
+MAX_TAPS = 16
+PARTS = 128  # partial sums of the taps' gradient
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    mask: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Output and last K − 1 inputs, accumulated in float32."""
+    check_device(forward_kernel, x.device)
+    check_dtypes(x=x, weight=weight, bias=bias)
+    if weight.shape[1] > MAX_TAPS:
+        raise ValueError(
+            f'weight has K = {weight.shape[1]}; the Triton kernels take at most {MAX_TAPS}; use backend="torch" for more'
+        )
+    y = short_conv_triton_forward(x, weight, bias, mask, state, cu_seqlens)
+    clean = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+    return y, last_tokens(state, clean, cu_seqlens)
+
+
+class Layout(NamedTuple):
+    """Where each token's sequence begins and ends, and its number; None unless packed."""
+
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    sequences: Tensor | None = None
+
+    @classmethod
+    def make(cls, cu_seqlens: Tensor | None, tokens: int) -> "Layout":
+        if cu_seqlens is None:
+            return cls()
+        cu_seqlens = cu_seqlens.to(torch.int32)
+        place = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True)
+        return cls(cu_seqlens[sequence], cu_seqlens[sequence + 1], sequence.to(torch.int32))
+
+
+def _options(weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    width, taps = weight.shape
+    return {
+        "W": width,
+        "K": taps,
+        "MASK": mask is not None,
+        "PACKED": cu_seqlens is not None,
+        "TILE": TILE if taps <= 6 else TILE // 2,  # the more taps, the more registers
+        "BLOCK": min(BLOCK, triton.next_power_of_2(width)),
+        "num_warps": 4,
+    }
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x itself if its channels lie side by side, else a copy."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+@torch.library.custom_op("latte::short_conv_triton_forward", mutates_args=())
+def short_conv_triton_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    """y of the convolution, given the K − 1 inputs before each sequence."""
+    batch, tokens, width = x.shape
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, tokens)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    x, layout, options = _unit(x), Layout.make(cu_seqlens, tokens), _options(weight, mask, cu_seqlens)
+    tiles = triton.cdiv(tokens, options["TILE"])
+    with torch.cuda.device_of(x):
+        forward_kernel[(batch * tiles * triton.cdiv(width, options["BLOCK"]),)](
+            x, weight.contiguous(), bias, _bytes(mask), past.contiguous(), layout.starts, layout.sequences, y,
+            tokens, tiles, x.stride(0), X_TOKEN=x.stride(1), BIAS=bias is not None, **options,
+        )  # fmt: skip
+    return y
+
+
+@short_conv_triton_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("latte::short_conv_triton_backward", mutates_args=())
+def short_conv_triton_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    past: Tensor,
+    cu_seqlens: Tensor | None,
+    through_past: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias (in float32) and, if `through_past`, of the past."""
+    batch, tokens, width = x.shape
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if dx.numel() == 0:
+        dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        return dx, dweight, weight.new_zeros(width, dtype=torch.float32), torch.zeros_like(past)
+    dy, x, layout, options = _unit(dy), _unit(x), Layout.make(cu_seqlens, tokens), _options(weight, mask, cu_seqlens)
+    tiles = triton.cdiv(tokens, options["TILE"])
+    run = triton.cdiv(batch * tiles, PARTS)
+    parts = triton.cdiv(tiles, run)
+    partial = x.new_empty((batch * parts, options["K"] + 1, width), dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        backward_kernel[(batch * parts * triton.cdiv(width, options["BLOCK"]),)](
+            dy, x, weight.contiguous(), _bytes(mask), past.contiguous(), *layout, dx, partial,
+            tokens, tiles, run, dy.stride(0), x.stride(0), Y_TOKEN=dy.stride(1), X_TOKEN=x.stride(1), **options,
+        )  # fmt: skip
+    total = partial.sum(dim=0)
+    dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if through_past else torch.zeros_like(past)
+    return dx, total[:-1].t().to(weight.dtype).contiguous(), total[-1].clone(), dpast
+
+
+def _past_gradient(
+    dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    """What the first K − 1 tokens of each sequence pass on to its past: a few rows, in PyTorch."""
+    batch, tokens, _ = dy.shape
+    slots = past.shape[1]
+    row, starts, ends = bounds(cu_seqlens, batch, tokens, dy.device)
+    token = starts[:, None] + torch.arange(slots, device=dy.device)
+    real, token = token < ends[:, None], token.clamp(max=tokens - 1)
+    if mask is not None:
+        real = real & mask[row[:, None], token]
+    heads = dy[row[:, None], token].float().masked_fill_(~real[..., None], 0.0)
+    dpast = torch.zeros_like(heads)
+    for j in range(slots):
+        dpast[:, j:].addcmul_(heads[:, : slots - j], weight[:, j].float())
+    return dpast.to(past.dtype)
+
+
+@short_conv_triton_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    past: Tensor,
+    cu_seqlens: Tensor | None,
+    through_past: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return dx, dweight, weight.new_empty(weight.shape[:1], dtype=torch.float32), torch.empty_like(past)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, mask, past, cu_seqlens = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, mask, past, cu_seqlens)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight, dbias, dpast = short_conv_triton_backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[4])
+    return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, dpast, None
+
+
+short_conv_triton_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,37 @@
+"""What the kernels need of a machine, and checks that would otherwise stall it."""
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from latte.ops.checks import sequence_bounds
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_checked = WeakIdKeyDictionary()
+
+
+def check_device(kernel: object, device: torch.device) -> None:
+    """Compiled kernels need CUDA; Triton's interpreter (TRITON_INTERPRET=1 before its import) takes any tensor."""
+    if device.type != "cuda" and isinstance(kernel, triton.JITFunction):
+        raise ValueError(
+            f'backend is "triton" and the tensors are on {device}; it needs a CUDA device '
+            '(or TRITON_INTERPRET=1 in the environment, for tests); use backend="torch" here'
+        )
+
+
+def check_dtypes(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16; "
+                'use backend="torch" for float64'
+            )
+
+
+def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
+    """The values of `cu_seqlens`, read from the device once per tensor: a model hands the same one to every layer."""
+    stamp = (cu_seqlens._version, tokens)
+    if _checked.get(cu_seqlens) != stamp:
+        sequence_bounds(cu_seqlens, tokens)
+        _checked[cu_seqlens] = stamp

@@ -1,0 +1,190 @@
+"""Kernel parts for the latents of one tile of tokens.
+
+With m the largest of the tile's keys and the normaliser before it, e_s = exp(k_s − m) and S_t = exp(Z_t − m), the
+causal scores are one matrix product of p_t / S_t and e_s, exact to rounding while no normaliser moves more than MAX_LEAP
+nats inside the tile. Tiles where one does are left to a second launch with WILD, which takes them token by token: there
+no factor exceeds 1.
+Axes: C tokens of the tile, L latents of one block.
+"""
+
+import triton
+import triton.language as tl
+
+MAX_LEAP = tl.constexpr(30.0)
+MINUS_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def finite(x):
+    """x with −inf replaced by 0: a safe reference to subtract."""
+    return tl.where(x == MINUS_INF, 0.0, x)
+
+
+@triton.jit
+def safe_log(x):
+    """log x, −inf at 0."""
+    return tl.where(x > 0, tl.log(tl.where(x > 0, x, 1.0)), MINUS_INF)
+
+
+@triton.jit
+def decay(earlier, later):
+    """exp(earlier − later) ≤ 1 for normalisers that never decrease; 0 where nothing was seen earlier."""
+    return tl.where(earlier == MINUS_INF, 0.0, tl.exp(finite(earlier) - finite(later)))
+
+
+@triton.jit
+def log_add(a, b):
+    peak = finite(tl.maximum(a, b))
+    return peak + safe_log(tl.exp(a - peak) + tl.exp(b - peak))
+
+
+@triton.jit
+def token(x, s, C: tl.constexpr):
+    """Row s of x [C L] as [L]."""
+    return tl.sum(tl.where(tl.arange(0, C)[:, None] == s, x, 0.0), 0)
+
+
+@triton.jit
+def column(x, s, C: tl.constexpr):
+    """Column s of x [C C] as [C]."""
+    return tl.sum(tl.where(tl.arange(0, C)[None, :] == s, x, 0.0), 1)
+
+
+@triton.jit
+def lower(C: tl.constexpr):
+    """[C C] True where token t (row) may see token s (column)."""
+    return tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def key_range(k, C: tl.constexpr):
+    """Largest key, first key and smallest finite key of a tile, each [L]: what its span of normalisers follows from."""
+    lowest = tl.min(tl.where(k == MINUS_INF, float("inf"), k), 0)
+    return tl.max(k, 0), token(k, 0, C), lowest
+
+
+@triton.jit
+def is_wild(before, peak, first, lowest):
+    """Whether a normaliser may move more than MAX_LEAP after the tile's first token."""
+    unseen = tl.where(first == MINUS_INF, lowest, first)
+    start = tl.where(before == MINUS_INF, unseen, tl.maximum(before, first))
+    top = tl.maximum(before, peak)
+    return tl.max(tl.where(top == MINUS_INF, 0.0, top - start), 0) > MAX_LEAP
+
+
+@triton.jit
+def factors(k, before, reference, C: tl.constexpr, HALF: tl.constexpr):
+    """e_s and 1 / S_t [C L] for a tile that is not wild; HALF sums on the matrix units, in bfloat16 factors."""
+    e = tl.exp(k - reference[None, :])
+    if HALF:
+        ones = tl.where(lower(C), 1.0, 0.0).to(tl.bfloat16)
+        total = tl.dot(ones, e.to(tl.bfloat16))
+    else:
+        total = tl.cumsum(e, 0)
+    total += tl.exp(before - reference)[None, :]
+    return e, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
+def running_norm(k, before, C: tl.constexpr, L: tl.constexpr):
+    """Z_t [C L] token by token."""
+    norm = tl.zeros([C, L], tl.float32)
+    running = before
+    for s in range(C):
+        running = log_add(running, token(k, s, C))
+        norm = tl.where(tl.arange(0, C)[:, None] == s, running[None, :], norm)
+    return norm
+
+
+@triton.jit
+def shares(k, norm, s, C: tl.constexpr):
+    """p(s|l,t) = exp(k_s − Z_t) of one token s of the tile, [C L], 0 for tokens t before it."""
+    seen = (tl.arange(0, C)[:, None] >= s) & (norm > MINUS_INF)
+    return tl.where(seen, tl.exp(token(k, s, C)[None, :] - finite(norm)), 0.0)
+
+
+@triton.jit
+def multiply(a, b, HALF: tl.constexpr):
+    """a @ b of float32 factors: bfloat16 products for 16-bit inputs, else three tf32 ones."""
+    if HALF:
+        result = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        result = tl.dot(a, b, input_precision="tf32x3")
+    return result
+
+
+@triton.jit
+def multiply_fine(a, b, HALF: tl.constexpr):
+    """a @ b of float32 factors where differences of the result matter."""
+    if HALF:
+        result = tl.dot(a, b, input_precision="tf32")
+    else:
+        result = tl.dot(a, b, input_precision="tf32x3")
+    return result
+
+
+@triton.jit
+def latent_scores(p, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
+    """Σ_l p(l|t) p(s|l,t) for the tile's own tokens [C C], 0 above the diagonal, and p(l|t) exp(Z_before − Z_t) [C L]."""
+    if WILD:
+        norm = running_norm(k, before, C, L)
+        scores = tl.zeros([C, C], tl.float32)
+        for s in range(C):
+            score = tl.sum(p * shares(k, norm, s, C), 1)
+            scores = tl.where(tl.arange(0, C)[None, :] == s, score[:, None], scores)
+        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), norm)
+    else:
+        e, inverse = factors(k, before, reference, C, HALF)
+        u = p * inverse
+        scores = tl.where(lower(C), multiply(u, tl.trans(e), HALF), 0.0)
+        through = u * tl.exp(before - reference)[None, :]
+    return scores, through
+
+
+@triton.jit
+def log_norms(k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
+    """Z_t [C L]."""
+    if WILD:
+        norm = running_norm(k, before, C, L)
+    else:
+        _, inverse = factors(k, before, reference, C, HALF)
+        norm = tl.where(inverse > 0, reference[None, :] - tl.log(tl.where(inverse > 0, inverse, 1.0)), MINUS_INF)
+    return norm
+
+
+@triton.jit
+def latent_means(
+    products, past_h, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr
+):
+    """h_t = Σ_{s≤t in tile} p(s|l,t) g_ts + exp(Z_before − Z_t) past_h_t [C L], for causal products g [C C]."""
+    if WILD:
+        norm = running_norm(k, before, C, L)
+        means = past_h * decay(tl.broadcast_to(before[None, :], [C, L]), norm)
+        for s in range(C):
+            means += shares(k, norm, s, C) * column(products, s, C)[:, None]
+    else:
+        e, inverse = factors(k, before, reference, C, HALF)
+        means = inverse * (multiply(products, e, HALF) + past_h * tl.exp(before - reference)[None, :])
+    return means
+
+
+@triton.jit
+def latent_key_grads(
+    products, p, h, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr
+):
+    """Σ_{t≥s in tile} p(l|t) p(s|l,t) (g_ts − h_t,l) [C L], and p(l|t) exp(Z_before − Z_t) [C L]."""
+    if WILD:
+        norm = running_norm(k, before, C, L)
+        grads = tl.zeros([C, L], tl.float32)
+        for s in range(C):
+            grad = tl.sum(p * shares(k, norm, s, C) * (column(products, s, C)[:, None] - h), 0)
+            grads = tl.where(tl.arange(0, C)[:, None] == s, grad[None, :], grads)
+        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), norm)
+    else:
+        e, inverse = factors(k, before, reference, C, HALF)
+        u = p * inverse
+        later = tl.where(lower(C), 1.0, 0.0)
+        grads = multiply_fine(tl.trans(products), u, HALF) - multiply_fine(tl.trans(later), u * h, HALF)
+        grads = e * grads
+        through = u * tl.exp(before - reference)[None, :]
+    return grads, through

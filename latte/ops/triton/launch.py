@@ -1,0 +1,278 @@
+"""The launches of one call: states, outputs, gradients."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from latte.ops.triton.backward import key_grad_kernel, query_grad_kernel
+from latte.ops.triton.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
+from latte.ops.triton.forward import output_kernel
+from latte.ops.triton.plan import Form, Plan, aligned, make_plan, pick
+from latte.ops.triton.states import finish_kernel, piece_scan_kernel, walk_kernel
+from latte.ops.triton.tiles import Tiles, lay_tiles
+
+SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED")
+
+
+class Inputs(NamedTuple):
+    """One call's tensors, the last axis of each contiguous; absent parts are None.
+
+    With a past, `v`, `window_k` and `mask` hold its `slots` positions before each sequence's tokens; `tokens_v` and
+    `tokens_mask` are without it.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor
+    window_q: Tensor | None
+    window_k: Tensor | None
+    mask: Tensor | None
+    tokens_v: Tensor
+    tokens_mask: Tensor | None
+    first_norm: Tensor | None
+    first_mean: Tensor | None
+    cu_seqlens: Tensor | None
+    slots: int
+
+
+class Options(NamedTuple):
+    window: int
+    scale: float
+    softcap: float
+    undirected: bool
+    causal: bool
+
+
+class States(NamedTuple):
+    """What the states' kernels leave, all float32 but the means before tiles."""
+
+    tile_norm: Tensor  # [tiles H L] before each tile, relative to its piece
+    tile_mean: Tensor  # [tiles H L D]
+    tile_keys: Tensor  # [tiles H 3 L] largest, first and smallest key
+    start_norm: Tensor  # [pieces H L] before each piece
+    start_mean: Tensor  # [pieces H L D]
+    wild: Tensor  # [1 + tiles H] int32: whether any tile is wild, then each
+    last_norm: Tensor  # [N H L] after each sequence
+    last_mean: Tensor  # [N H L D]
+
+
+class Call:
+    """The plan, tiles and numbers of a call: what its launches share."""
+
+    def __init__(self, inputs: Inputs, options: Options):
+        queries = inputs.q if inputs.q is not None else inputs.window_q
+        if queries is None:
+            raise ValueError("neither q nor window_q is given; a call needs latents or a window")
+        self.inputs, self.options = inputs, options
+        self.batch, self.tokens, heads = queries.shape[:3]
+        self.width = inputs.v.shape[3]
+        packed, masked = inputs.cu_seqlens is not None, inputs.mask is not None
+        key_width = 0 if inputs.window_q is None else inputs.window_q.shape[3]
+        exact_wide = inputs.v.dtype == torch.float32 and max(self.width, key_width) > 128
+        form = Form(
+            heads, inputs.v.shape[2], 0 if inputs.k is None else inputs.k.shape[3], self.width, key_width,
+            options.window, inputs.v.dtype, options.causal, options.undirected, packed, masked, options.softcap > 0,
+            inputs.first_norm is not None, not packed and not masked and self.tokens % (32 if exact_wide else 64) == 0,
+        )  # fmt: skip
+        self.form, self.plan = form, make_plan(form)
+        self.tiles: Tiles = lay_tiles(self.batch, self.tokens, self.plan.tile, inputs.cu_seqlens)
+        self.aligned = aligned(*inputs[:10])
+        self.spread = (self.tiles.per_row, self.tiles.per_piece, self.tiles.pieces)
+
+    def strides(self, dy: Tensor | None = None) -> tuple[int, ...]:
+        x = self.inputs
+        rows = (x.q, x.k, x.v, x.window_q, x.window_k) if dy is None else (x.q, x.k, x.v, x.window_q, x.window_k, dy)
+        flat = [step for tensor in rows for step in (tensor.stride()[:3] if tensor is not None else (0, 0, 0))]
+        return (*flat, 0 if x.mask is None else x.mask.stride(0))
+
+    def numbers(self, dy: Tensor | None = None) -> tuple[float, ...]:
+        options = self.options
+        return (*self.strides(dy), self.tokens, *self.spread, self.inputs.slots, options.scale, options.softcap or 1.0)
+
+    def rounds(self, name: str) -> tuple[tuple[str, bool], ...]:
+        """Launches of a kernel: the second takes the wild tiles, which only causal latents have."""
+        return ((name, False), (f"wild_{name}", True)) if self.form.latents and self.form.causal else ((name, False),)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.inputs.v.device)
+
+
+def tile_states(call: Call) -> States:
+    """The latents' states before tiles, pieces and after sequences."""
+    x, plan, tiles = call.inputs, call.plan, call.tiles
+    assert_latents(x)
+    heads, latents, width = call.form.heads, call.form.latents, call.width
+    pieces = tiles.rows * tiles.pieces
+    tile_norm, tile_keys = call.empty(tiles.count, heads, latents), call.empty(tiles.count, heads, 3, latents)
+    tile_mean = call.empty(tiles.count, heads, latents, width, dtype=x.v.dtype)
+    norms, means = call.empty(2, pieces, heads, latents), call.empty(2, pieces, heads, latents, width)
+    piece_norm, start_norm = norms.unbind()
+    piece_mean, start_mean = means.unbind()
+    if x.first_norm is not None and x.first_mean is not None:
+        last_norm, last_mean = x.first_norm.clone(), x.first_mean.clone()
+    elif tiles.table is not None or tiles.count == 0:  # some sequences may be empty
+        last_norm = call.empty(tiles.sequences, heads, latents).fill_(-torch.inf)
+        last_mean = call.empty(tiles.sequences, heads, latents, width).zero_()
+    else:
+        last_norm, last_mean = call.empty(tiles.sequences, heads, latents), call.empty(tiles.sequences, heads, latents, width)
+    wild = call.empty(1 + tiles.count * heads, dtype=torch.int32)
+    given = (x.first_norm, x.first_mean)
+    shared, blocks = plan.shared, plan.shared["BLOCKS"]
+    k, v, mask = x.k, x.tokens_v, x.tokens_mask
+    plan.launch(
+        "walk", walk_kernel, (pieces, heads, blocks),
+        (k, v, mask, tile_norm, tile_mean, tile_keys, piece_norm, piece_mean, last_norm, last_mean, wild, tiles.table),
+        (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, *call.spread),
+        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None, num_warps=4, num_stages=3),
+        call.aligned,
+    )  # fmt: skip
+    plan.launch(
+        "scan", piece_scan_kernel, (tiles.rows, heads, latents),
+        (piece_norm, piece_mean, *given, start_norm, start_mean, tiles.table), call.spread,
+        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "GIVEN", "PRECISION", N=_lanes(tiles), num_warps=4),
+        call.aligned,
+    )  # fmt: skip
+    plan.launch(
+        "finish", finish_kernel, (tiles.sequences, heads, blocks) if tiles.count else (0,),
+        (last_norm, last_mean, start_norm, start_mean, *given, tiles.table, tiles.ends),
+        (tiles.sequences, *call.spread), pick(shared, *SIZES, "GIVEN", num_warps=4), call.aligned,
+    )  # fmt: skip
+    return States(tile_norm, tile_mean, tile_keys, start_norm, start_mean, wild, last_norm, last_mean)
+
+
+def assert_latents(x: Inputs) -> None:
+    if x.k is None or x.q is None:
+        raise ValueError("k or q is missing; only latents have states")
+
+
+def _lanes(tiles: Tiles) -> int:
+    """Pieces that a scan holds, a power of two the matrix units take."""
+    return max(16, 1 << (max(tiles.pieces, 1) - 1).bit_length())
+
+
+def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
+    """y and, for windows, the base-2 log-normaliser of each token's window."""
+    x, plan = call.inputs, call.plan
+    y = call.empty(call.batch, call.tokens, call.form.heads, call.width, dtype=x.v.dtype)
+    lse = call.empty(*((call.batch, call.form.heads, call.tokens) if x.window_q is not None else (0,)))
+    tensors = (
+        x.q, x.k, x.v, x.window_q, x.window_k, x.mask, *_state_tensors(x, states), y, lse, call.tiles.table,
+        call.tiles.bounds,
+    )  # fmt: skip
+    numbers = call.numbers()
+    for name, wild in call.rounds("output"):
+        constants = {**plan.shared, **plan.output, "WILD": wild}
+        plan.launch(name, output_kernel, (call.tiles.count * call.form.heads,), tensors, numbers, constants, call.aligned)
+    return y, lse
+
+
+def _state_tensors(x: Inputs, states: States | None) -> tuple[Tensor | None, ...]:
+    if states is None:
+        return (None,) * 10
+    return (*states[:5], x.first_norm, x.first_mean, states.last_norm, states.last_mean, states.wild)
+
+
+class Gradients(NamedTuple):
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor  # like Inputs.v, past slots included
+    window_q: Tensor | None
+    window_k: Tensor | None  # like Inputs.window_k
+    first: tuple[Tensor, Tensor] | None  # the carry of whole sequences, relative to the state before them
+
+
+class Carries(NamedTuple):
+    """Buffers between the query and the key kernel."""
+
+    before: Tensor  # [tiles H L] Z before each tile
+    tile: Tensor
+    tile_h: Tensor
+    after: Tensor | None = None
+    after_h: Tensor | None = None
+    piece_end: Tensor | None = None
+    whole: Tensor | None = None
+    whole_h: Tensor | None = None
+
+
+def gradients(
+    call: Call, states: States | None, lse: Tensor, dy: Tensor, into: tuple[Tensor, Tensor] | None
+) -> Gradients:
+    """All gradients; `into` is the gradient of the final state as a carry."""
+    x, plan, tiles = call.inputs, call.plan, call.tiles
+    heads, latents = call.form.heads, call.form.latents
+    dq, dk, dwq, dwk = (None if part is None else _like(part) for part in (x.q, x.k, x.window_q, x.window_k))
+    dv = _like(x.v)
+    own = carries = shifted = local_h = None
+    if latents:
+        own = call.empty(call.batch, call.tokens, heads, latents)
+        wide = torch.float32 if x.v.dtype == torch.float16 else x.v.dtype  # sums of dy can overflow float16
+        carries = Carries(
+            call.empty(tiles.count, heads, latents),
+            call.empty(tiles.count, heads, latents, call.width, dtype=wide),
+            call.empty(tiles.count, heads, latents),
+        )
+    if x.window_q is not None:
+        shifted, local_h = call.empty(2, *lse.shape).unbind()
+    head = (x.q, x.k, x.v, x.window_q, x.window_k, x.mask, dy, *_state_tensors(x, states))
+    is_aligned = call.aligned and aligned(dy)
+    numbers = call.numbers(dy)
+    tensors = (
+        *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:3] if carries else (None,) * 3), shifted, local_h
+    )  # fmt: skip
+    for name, wild in call.rounds("query_grad"):
+        constants = {**plan.shared, **plan.query_grad, "WILD": wild}
+        plan.launch(name, query_grad_kernel, (tiles.count * heads,), tensors, numbers, constants, is_aligned)
+    if carries is not None and states is not None and into is not None:
+        carries = _scan_carries(call, states, carries, into)
+    into = into if into is not None else (None, None)
+    tensors = (
+        *head, *(carries[:6] if carries else (None,) * 6), *into, *(carries[6:] if carries else (None,) * 2), shifted,
+        local_h, tiles.table, tiles.bounds, dk, own, dv, dwk,
+    )  # fmt: skip
+    numbers = (*numbers, x.v.shape[1])
+    constants = {**plan.shared, **plan.key_grad}
+    for name, wild in call.rounds("key_grad"):
+        grid = (tiles.count * call.form.value_heads,)
+        plan.launch(name, key_grad_kernel, grid, tensors, numbers, {**constants, "WILD": wild, "PAST": False}, is_aligned)
+    if x.slots:
+        grid = (tiles.sequences * -(-x.slots // plan.tile) * call.form.value_heads,)
+        constants = {**constants, "WILD": False, "PAST": True}
+        plan.launch("past_grad", key_grad_kernel, grid, tensors, numbers, constants, is_aligned)
+    first = None if carries is None or carries.whole is None else (carries.whole, carries.whole_h)
+    return Gradients(dq, dk, dv, dwq, dwk, first)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tensor, Tensor]) -> Carries:
+    """Each tile's own carry becomes the carry after it; whole sequences' too where someone asks for them."""
+    plan, tiles, form = call.plan, call.tiles, call.form
+    pieces = tiles.rows * tiles.pieces
+    small, wide = call.empty(3, pieces, form.heads, form.latents), call.empty(2, pieces, form.heads, form.latents, call.width)
+    piece_h, after_h, piece_end = small.unbind()
+    piece, after = wide.unbind()
+    whole, whole_h = into[0].clone(), into[1].clone()
+    shared, blocks, constants = plan.shared, plan.shared["BLOCKS"], {"WHOLE": not form.causal, "num_warps": 4}
+    last = states.last_norm
+    plan.launch(
+        "carry_walk", carry_walk_kernel, (pieces, form.heads, blocks),
+        (carries.before, last, carries.tile, carries.tile_h, piece, piece_h, piece_end, whole, whole_h, tiles.table),
+        call.spread, pick(shared, *SIZES, **constants), True,
+    )  # fmt: skip
+    plan.launch(
+        "carry_scan", carry_scan_kernel, (tiles.rows, form.heads, form.latents),
+        (piece, piece_h, piece_end, carries.before, last, *into, after, after_h, tiles.table), call.spread,
+        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", N=_lanes(tiles), **constants), True,
+    )  # fmt: skip
+    if form.given or not form.causal:
+        plan.launch(
+            "carry_finish", carry_finish_kernel, (tiles.sequences, form.heads, blocks) if tiles.count else (0,),
+            (whole, whole_h, after, after_h, piece_end, carries.before, last, *into, tiles.table, tiles.ends),
+            (tiles.sequences, *call.spread), pick(shared, *SIZES, **constants), True,
+        )  # fmt: skip
+    return carries._replace(
+        after=after, after_h=after_h, piece_end=piece_end, whole=whole, whole_h=whole_h
+    )

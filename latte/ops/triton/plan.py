@@ -1,0 +1,119 @@
+"""Fixed configurations of the attention kernels, chosen from sizes and dtypes alone, and their launches."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a call computes, apart from batch and length."""
+
+    heads: int
+    value_heads: int
+    latents: int  # 0 without latents
+    width: int
+    key_width: int  # 0 without a window
+    window: int
+    dtype: torch.dtype
+    causal: bool
+    undirected: bool
+    packed: bool
+    masked: bool
+    capped: bool
+    given: bool  # a latents' state comes in
+    full: bool  # every token of every tile is real
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile size, constants of the kernels and kernels compiled so far."""
+
+    tile: int
+    shared: dict[str, Any]  # constants of the output and gradient kernels
+    sizes: dict[str, Any]  # constants of the kernels for states and carries
+    output: dict[str, int]  # what the kernel takes besides
+    query_grad: dict[str, int]
+    key_grad: dict[str, int]
+    compiled: dict[Any, Any] = field(default_factory=dict)
+
+    def launch(self, name: str, kernel: Any, grid: tuple[int, ...], tensors: tuple, numbers: tuple, constants: dict,
+               aligned: bool) -> None:  # fmt: skip
+        """Run a kernel; from the second time on without Triton's look at every argument.
+
+        What Triton specialises on are dtypes (fixed by the plan), numbers (part of the key) and alignment.
+        """
+        if not all(grid):
+            return
+        key = (name, numbers, tensors[0].device.index if tensors[0] is not None else None)
+        known = self.compiled.get(key) if aligned else None
+        if known is not None:
+            binary, values = known
+            binary[(*grid, 1, 1)[:3]](*tensors, *numbers, *values)
+            return
+        binary = kernel[grid](*tensors, *numbers, **constants)
+        if aligned and binary is not None:
+            names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+            self.compiled[key] = (binary, tuple(constants[name] for name in names))
+
+
+@lru_cache(maxsize=None)
+def make_plan(form: Form) -> Plan:
+    """Tiles of 64 tokens; narrower blocks and fewer stages where float32 or wide heads fill shared memory."""
+    exact = form.dtype == torch.float32
+    widest = max(form.width, form.key_width)
+    tile = 32 if widest > 128 and exact else 64
+    block_l = min(64, max(16, triton.next_power_of_2(max(form.latents, 1))))
+    if exact or widest > 128:
+        block_l = min(block_l, 32)
+    precision = "tf32x3" if exact else "tf32"
+    sizes = {
+        "HEADS": form.heads,
+        "NUM": max(form.latents, 1),
+        "WIDTH": form.width,
+        "BD": max(16, triton.next_power_of_2(form.width)),
+        "PACKED": form.packed,
+        "GIVEN": form.given,
+        "BL": block_l,
+        "PRECISION": precision,
+    }
+    shared = {
+        **sizes,
+        "GROUPS": form.heads // form.value_heads,
+        "KEY_WIDTH": max(form.key_width, 1),
+        "BE": max(16, triton.next_power_of_2(max(form.key_width, 1))),
+        "C": tile,
+        "BLOCKS": triton.cdiv(max(form.latents, 1), block_l),
+        "WINDOW": form.window if form.key_width else 0,
+        "LATENTS": form.latents > 0,
+        "CAUSAL": form.causal,
+        "UNDIRECTED": form.undirected,
+        "MASKED": form.masked,
+        "CAPPED": form.capped,
+        "FULL": form.full,
+        "HALF": not exact,
+    }
+    size = 4 if exact else 2
+    warps = 8 if widest > 128 else 4
+    stages = 1 if widest * size > 256 else 2
+
+    def options(keys: int) -> dict[str, int]:
+        """Keys of the window (or queries, for the keys' gradients) that one step takes, and how many steps reach back."""
+        keys = min(keys, tile)
+        near = triton.cdiv(max(form.window - 1, 0), keys)
+        return {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": stages}
+
+    return Plan(tile, shared, sizes, options(64), options(32), options(32))
+
+
+def pick(constants: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:
+    return {**{name: constants[name] for name in names}, **more}
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all tensors start at 16 bytes: what allocators give and kernels are compiled for."""
+    return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)

@@ -1,0 +1,113 @@
+"""Kernel parts for loading rows of tokens, and for the window: which keys a token sees, and scores in base 2."""
+
+import triton
+import triton.language as tl
+
+from latte.ops.triton.latents import MINUS_INF
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sequence_span(sequence, bounds, tokens, slots, PACKED: tl.constexpr):
+    """First token, end and key row offset of a sequence; `slots` rows of its past lie before its first token."""
+    if PACKED:
+        safe = tl.maximum(sequence, 0)
+        first = tl.load(bounds + safe).to(tl.int32)
+        stop = tl.load(bounds + safe + 1).to(tl.int32)
+        offset = (safe + 1) * slots
+    else:
+        first = sequence * 0
+        stop = first + tokens
+        offset = first + slots
+    return first, stop, offset
+
+
+@triton.jit
+def load_rows(x, t, token_stride, real, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
+    """Rows t of a head, [C B]; what is not real is not read and gives 0. FULL says that every row is real."""
+    column = tl.arange(0, B)
+    at = x + t.to(tl.int64)[:, None] * token_stride + column[None, :]
+    if FULL and WIDTH == B:
+        rows = tl.load(at)
+    elif FULL:
+        rows = tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+    elif WIDTH == B:
+        rows = tl.load(at, mask=real[:, None], other=0.0)
+    else:
+        rows = tl.load(at, mask=real[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def store_rows(x, rows, t, token_stride, inside, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
+    """Write rows [C B] of a head to tokens t where inside."""
+    column = tl.arange(0, B)
+    at = x + t.to(tl.int64)[:, None] * token_stride + column[None, :]
+    rows = rows.to(x.dtype.element_ty)
+    if FULL and WIDTH == B:
+        tl.store(at, rows)
+    elif WIDTH == B:
+        tl.store(at, rows, mask=inside[:, None])
+    else:
+        tl.store(at, rows, mask=inside[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def real_rows(t, first, stop, offset, mask, MASKED: tl.constexpr):
+    """Which of the tokens t exist and are not masked; t may be in the past (before `first`)."""
+    real = (t >= first) & (t < stop)
+    if MASKED:
+        real = real & (tl.load(mask + t + offset, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit
+def in_window(t, s, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """True where key s lies in the window of token t; the two broadcast against each other."""
+    distance = t - s
+    if CAUSAL:
+        near = distance.to(tl.uint32, bitcast=True) < WINDOW  # negative distances wrap around
+    else:
+        near = (distance + (WINDOW - 1)).to(tl.uint32, bitcast=True) < 2 * WINDOW - 1
+    return near
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def capped(raw, scale, softcap, CAPPED: tl.constexpr):
+    """Scores of raw products q·k before the factor `unit`, and the slope of the cap (raw again where there is none)."""
+    if CAPPED:
+        bend = tanh(raw * (scale / softcap))
+        slope = 1.0 - bend * bend
+        raw = bend
+    else:
+        slope = raw
+    return raw, slope
+
+
+@triton.jit
+def unit(scale, softcap, CAPPED: tl.constexpr):
+    """What turns the scores of `capped` into powers of two; positive."""
+    if CAPPED:
+        factor = softcap * LOG2_E
+    else:
+        factor = scale * LOG2_E
+    return factor
+
+
+@triton.jit
+def window_scores(
+    queries, keys, t, s, real_t, real_s, scale, softcap, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores (in `unit`s) of queries t (rows) against keys s (columns), −inf outside the window, and the cap's slope."""
+    scores, slope = capped(tl.dot(queries, tl.trans(keys), input_precision=PRECISION), scale, softcap, CAPPED)
+    visible = in_window(t[:, None], s[None, :], WINDOW, CAUSAL)
+    if not FULL:
+        visible = visible & real_s[None, :] & real_t[:, None]
+    return tl.where(visible, scores, MINUS_INF), slope
