@@ -14,15 +14,15 @@ def short_conv(
     bias: Float[Tensor, " W"] | None = None,
     *,
     mask: Bool[Tensor, "B T"] | None = None,
-    state: Float[Tensor, "N K-1 W"] | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    state: Float[Tensor, "N P W"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
     backend: str = "auto",
 ) -> ShortConvOutput:
     """y_t = bias + Σ_j weight[:, j] x_{t−K+1+j}, channel by channel: weight[:, K−1] meets the token itself.
 
-    Positions before the first are zeros, or the state: the last K − 1 inputs of what came before. Masked positions
+    Positions before the first are zeros, or the state: the last P = K − 1 inputs of what came before. Masked positions
     (`mask` False) count as zeros, keep their place, and give y = 0. Packed sequences (`cu_seqlens`, B = 1) do not see
-    each other and have one state each. y and the state have x's dtype.
+    each other and have one state each. y and the state have x's dtype; float16 saturates.
     """
     checks.check_shape("x", x, "B T W", (None,) * 3)
     checks.check_positive("x", x.shape[2], "W")

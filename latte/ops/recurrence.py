@@ -16,14 +16,14 @@ def rglru(
     *,
     mask: Bool[Tensor, "B T"] | None = None,
     state: Float[Tensor, "N W"] | None = None,
-    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
     backend: str = "auto",
 ) -> RGLRUOutput:
     """h_t = a_t h_{t−1} + sqrt(1 − a_t²) σ(x_gate_t) x_t, with log a_t = −8 softplus(a_param) σ(a_gate_t)  (Griffin).
 
     The first token of a sequence has no decay: h = σ(x_gate) x. At masked positions (`mask` False) h is carried on
     and y = 0. The state is h after the last token, −inf where no token was seen yet; packed sequences (`cu_seqlens`,
-    B = 1) have one each. Near a = 1 the gradient of sqrt(1 − a²) is clipped to 1000. y has x's dtype.
+    B = 1) have one each. Near a = 1 the gradient of sqrt(1 − a²) is clipped to 1000. y has x's dtype; float16 saturates.
     """
     checks.check_shape("x", x, "B T W", (None,) * 3)
     checks.check_positive("x", x.shape[2], "W")

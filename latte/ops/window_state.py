@@ -14,6 +14,8 @@ def advance_window(
     """The window state after `keys` and `values`; slots before the first token, and masked ones, are not valid."""
     batch, tokens = keys.shape[:2]
     slots = window - 1
+    if cu_seqlens is None and tokens >= slots:
+        return _tail(keys, values, slots, mask)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if past is None:
         past = WindowState(
@@ -25,10 +27,25 @@ def advance_window(
     last = _last if cu_seqlens is None else partial(_last_packed, cu_seqlens=cu_seqlens)
     valid = last(past.valid, real, slots)
     keys, values = last(past.keys, keys, slots), last(past.values, values, slots)
-    if mask is not None:  # what stands in masked positions may be anything, so it is not kept
-        keys = keys.masked_fill(~valid[..., None, None], 0.0)
-        values = values.masked_fill(~valid[..., None, None], 0.0)
-    return WindowState(keys, values, valid)
+    return _valid_only(keys, values, valid) if mask is not None else WindowState(keys, values, valid)
+
+
+def _tail(keys: Tensor, values: Tensor, slots: int, mask: Tensor | None) -> WindowState:
+    """The window state where all of it lies in this call."""
+    first = keys.shape[1] - slots
+    keys, values = keys[:, first:], values[:, first:]
+    if mask is not None:
+        return _valid_only(keys, values, mask[:, first:].clone())
+    valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    if torch.is_grad_enabled():  # the graph holds all keys and values anyway
+        return WindowState(keys, values, valid)
+    return WindowState(keys.clone(), values.clone(), valid)  # a state that does not hold a whole context in memory
+
+
+def _valid_only(keys: Tensor, values: Tensor, valid: Tensor) -> WindowState:
+    """What stands in masked positions may be anything, so it is not kept."""
+    empty = ~valid[..., None, None]
+    return WindowState(keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0), valid)
 
 
 def _last(past: Tensor, new: Tensor, slots: int) -> Tensor:

@@ -130,15 +130,19 @@ def make_case(
     mask: str = "none",
     state: bool = False,
     dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
+    device: str | torch.device | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """Random inputs; forms with a window have one of WINDOW tokens unless `options` say otherwise."""
+    """Random inputs, the same on every device (by default PyTorch's own default device).
+
+    Forms with a window have one of WINDOW tokens unless `options` say otherwise.
+    """
+    device = torch.get_default_device() if device is None else device
     noise = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=noise, dtype=torch.float64).to(device, dtype)
+        return torch.randn(shape, generator=noise, dtype=torch.float64, device="cpu").to(device, dtype)
 
     b, t, h, latents = sizes.batch, tokens, sizes.heads, sizes.latents
     inputs = {"v": normal(b, t, sizes.value_heads, sizes.width)}
@@ -161,9 +165,9 @@ def make_case(
 def make_mask(kind: str, batch: int, tokens: int, noise: torch.Generator) -> Tensor:
     """Padding left or right of a different length in each row, one row of nothing else; or holes anywhere."""
     if kind == "holes":
-        return torch.rand((batch, tokens), generator=noise) > 0.3
-    padding = torch.arange(batch)[:, None] * tokens // max(batch - 1, 1)
-    place = torch.arange(tokens)
+        return torch.rand((batch, tokens), generator=noise, device="cpu") > 0.3
+    padding = torch.arange(batch, device="cpu")[:, None] * tokens // max(batch - 1, 1)
+    place = torch.arange(tokens, device="cpu")
     return place >= padding if kind == "left" else place < tokens - padding
 
 
@@ -171,7 +175,7 @@ def make_state(form: str, sizes: Sizes, window: int, noise: torch.Generator) -> 
     """A state such as a past leaves: one latent has seen nothing, some of the window's slots are not valid."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=noise, dtype=torch.float64)
+        return torch.randn(shape, generator=noise, dtype=torch.float64, device="cpu")
 
     parts = {}
     if form != "window":
@@ -185,7 +189,7 @@ def make_state(form: str, sizes: Sizes, window: int, noise: torch.Generator) -> 
         parts |= {
             "keys": normal(*slots, sizes.value_heads, sizes.window_width),
             "values": normal(*slots, sizes.value_heads, sizes.width),
-            "valid": torch.rand(slots, generator=noise) > 0.3,
+            "valid": torch.rand(slots, generator=noise, device="cpu") > 0.3,
         }
     return parts
 
@@ -198,7 +202,7 @@ def outputs(output) -> dict[str, Tensor]:
 def pull(x: Tensor, name: str) -> Tensor:
     """The same random gradient for the same output of every backend, in numbers that every dtype holds exactly."""
     noise = torch.Generator().manual_seed(sum(map(ord, name)))
-    return (torch.randint(-8, 9, x.shape, generator=noise) / 4).to(x.device, x.dtype)
+    return (torch.randint(-8, 9, x.shape, generator=noise, device="cpu") / 4).to(x.device, x.dtype)
 
 
 def evaluate(case: Case, backend: str, of: str = "") -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch"], scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every backend that runs on a CPU and is not the oracle itself."""
+    """Every backend that runs on a CPU and is not the oracle itself; for the whole session, as hypothesis asks."""
     return request.param

@@ -58,14 +58,14 @@ def spoil(x: Tensor, hidden: Tensor) -> Tensor:
 @EVERY_FORM
 @FEW
 @given(data=st.data())
-def test_cut_anywhere(form: str, data: st.DataObject) -> None:
+def test_cut_anywhere(backend: str, form: str, data: st.DataObject) -> None:
     """Several cuts, empty pieces among them; gradients flow back through the states."""
     tokens = data.draw(st.integers(0, 140), "tokens")
     cuts = data.draw(st.lists(st.integers(0, tokens), max_size=4), "cuts")
     mask, state = data.draw(st.sampled_from(MASKS), "mask"), data.draw(st.booleans(), "state")
     window = {"window": data.draw(st.integers(1, 40), "window")} if form in ("window", "macchiato") else {}
     case = make_case(form, tokens, sizes=SMALL, mask=mask, state=state, **window)
-    assert_same(differentiate(case, lambda leaf: in_pieces(leaf, cuts, "torch")), evaluate(case, "torch"))
+    assert_same(differentiate(case, lambda leaf: in_pieces(leaf, cuts, backend)), evaluate(case, backend))
 
 
 @EVERY_FORM
@@ -80,7 +80,7 @@ def test_token_by_token(backend: str, form: str, mask: str) -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @FEW
 @given(data=st.data())
-def test_packed_is_apart(form: str, causal: bool, data: st.DataObject) -> None:
+def test_packed_is_apart(backend: str, form: str, causal: bool, data: st.DataObject) -> None:
     """Values, states and gradients, with sequences of no token at all and a state for each."""
     lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=6), "lengths")
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -92,14 +92,14 @@ def test_packed_is_apart(form: str, causal: bool, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from((torch.int32, torch.int64)), "dtype")
     packed = case.with_options(cu_seqlens=torch.tensor(bounds, dtype=dtype))
     expected = differentiate(case, lambda leaf: apart(leaf, bounds, "reference"))
-    assert_same(evaluate(packed, "torch"), expected)
+    assert_same(evaluate(packed, backend), expected)
     assert_same(evaluate(packed, "reference"), expected)
 
 
 @EVERY_FORM
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("mask", MASKS[1:])
-def test_masked_contents_do_not_matter(form: str, causal: bool, mask: str) -> None:
+def test_masked_contents_do_not_matter(backend: str, form: str, causal: bool, mask: str) -> None:
     """Neither to values nor to gradients, whichever backend, not even when they are no numbers."""
     clean = make_case(form, 67, sizes=SMALL, mask=mask, state=True, causal=causal)
     hidden = ~clean.options["mask"][..., None, None]
@@ -108,16 +108,16 @@ def test_masked_contents_do_not_matter(form: str, causal: bool, mask: str) -> No
         unused = ~clean.state["valid"][..., None, None]
         kept = {name: spoil(clean.state[name], unused) for name in ("keys", "values")}
         dirty = replace(dirty, state={**clean.state, **kept})
-    for backend in ("torch", "reference"):
-        expected, actual = evaluate(clean, backend), evaluate(dirty, backend)
+    for chosen in (backend, "reference"):
+        expected, actual = evaluate(clean, chosen), evaluate(dirty, chosen)
         for name, x in expected.items():
             if name in ("state.keys", "state.values"):  # slots that are not valid may hold anything
                 valid = expected["state.valid"][..., None, None]
                 assert torch.equal(actual[name].masked_fill(~valid, 0.0), x.masked_fill(~valid, 0.0)), name
             else:
-                assert torch.equal(actual[name], x), (backend, name)
+                assert torch.equal(actual[name], x), (chosen, name)
         for name in clean.inputs:
-            assert not actual[f"gradient of {name}"].masked_select(hidden).any(), (backend, name)
+            assert not actual[f"gradient of {name}"].masked_select(hidden).any(), (chosen, name)
         assert not actual["y"].masked_select(hidden).any()
 
 
@@ -152,18 +152,18 @@ def test_nothing_but_masked_tokens(backend: str, form: str, causal: bool) -> Non
 @EVERY_FORM
 @FEW
 @given(data=st.data())
-def test_no_influence_of_the_future(form: str, data: st.DataObject) -> None:
+def test_no_influence_of_the_future(backend: str, form: str, data: st.DataObject) -> None:
     """The gradient of y_t with respect to what comes later is exactly 0, and what comes later changes no value."""
     tokens = data.draw(st.integers(2, 140), "tokens")
     t = data.draw(st.integers(0, tokens - 2), "t")
     case = make_case(form, tokens, sizes=SMALL, mask=data.draw(st.sampled_from(MASKS), "mask"), state=True)
-    result = differentiate(case, lambda leaf: {"y": leaf.call("torch").y[:, : t + 1]})
+    result = differentiate(case, lambda leaf: {"y": leaf.call(backend).y[:, : t + 1]})
     for name in case.inputs:
         assert not result[f"gradient of {name}"][:, t + 1 :].any(), name
     later = torch.arange(tokens)[:, None, None] > t
     other = make_case(form, tokens, sizes=SMALL, seed=1)
     changed = {name: torch.where(later, 100 * other.inputs[name], x) for name, x in case.inputs.items()}
-    after = replace(case, inputs=changed).call("torch").y[:, : t + 1]
+    after = replace(case, inputs=changed).call(backend).y[:, : t + 1]
     torch.testing.assert_close(after, result["y"], rtol=0, atol=1e-10)
 
 

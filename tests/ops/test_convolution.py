@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.debugging import aot_eager
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -146,6 +147,13 @@ def test_packed_equals_apart(lengths, masked, continued):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_empty_batch(backend):
+    y, state = short_conv(*make_inputs(5, batch=0), backend=backend)
+    assert y.shape == (0, 5, W)
+    assert state.shape == (0, K - 1, W)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("contents", [torch.nan, torch.inf, 1e4])
 def test_masked_contents_do_not_matter(backend, contents):
     mask = make_mask(65)
@@ -206,13 +214,20 @@ def test_compiles_whole_with_any_length():
         y, state = short_conv(2 * x, weight, bias, mask=mask, state=state, cu_seqlens=cu_seqlens)
         return y + 1, state
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length, packed in [(5, False), (9, False), (1, False), (12, True)]:
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for length, packed, expected_graphs in [(5, False, 1), (9, False, 1), (1, False, 2), (12, True, 3)]:
         batch = 1 if packed else B
         inputs = make_inputs(length, batch=batch)
         cu_seqlens = torch.tensor([0, 4, 12]) if packed else None
         arguments = (*inputs, make_mask(length, batch=batch), make_state(), cu_seqlens)
         expected, actual = function(*arguments), compiled(*arguments)
+        assert len(graphs) == expected_graphs
         assert_close(actual, expected)
         leaves = [*inputs, arguments[4]]
         assert_close(gradients(actual, leaves), gradients(expected, leaves))

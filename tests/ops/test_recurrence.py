@@ -1,10 +1,12 @@
 import math
+import time
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.debugging import aot_eager
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +26,9 @@ def segment(request, monkeypatch):
 def make_inputs(length, batch=B, dtype=torch.float64, seed=0, scale=2.0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, length, W)] * 3 + [(W,)]
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale) for shape in shapes]
+    inputs[3][::2] -= 6.0  # half of the channels remember over many chunks and segments
+    return [z.to(dtype).requires_grad_() for z in inputs]
 
 
 def make_mask(length, batch=B, seed=1):
@@ -161,6 +162,13 @@ def test_state_says_when_nothing_was_seen():
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_empty_batch(backend):
+    y, state = rglru(*make_inputs(5, batch=0), backend=backend)
+    assert y.shape == (0, 5, W)
+    assert state.shape == (0, W)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("contents", [torch.nan, torch.inf, 1e4])
 def test_masked_contents_do_not_matter(backend, contents):
     mask = make_mask(65)
@@ -264,13 +272,20 @@ def test_compiles_whole_with_any_length():
         y, state = rglru(2 * x, a_gate, x_gate, a_param, mask=mask, state=state, cu_seqlens=cu_seqlens)
         return y + 1, state
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length, packed in [(5, False), (9, False), (1, False), (12, True)]:
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for length, packed, expected_graphs in [(5, False, 1), (9, False, 1), (1, False, 2), (12, True, 3)]:
         inputs = make_inputs(length, batch=1 if packed else B)
         mask = make_mask(length, batch=1 if packed else B)
         cu_seqlens = torch.tensor([0, 4, 12]) if packed else None
         arguments = (*inputs, mask, make_state(), cu_seqlens)
         expected, actual = function(*arguments), compiled(*arguments)
+        assert len(graphs) == expected_graphs
         assert_close(actual, expected)
         leaves = [*inputs, arguments[5]]
         assert_close(*(gradients(RGLRUOutput(*pair), leaves) for pair in (actual, expected)))
@@ -284,6 +299,22 @@ def test_operators_are_well_formed(packed):
     state = torch.zeros(2 if packed else 1, W, dtype=torch.float64, requires_grad=True)
     cu_seqlens = torch.tensor([0, 5, 12]) if packed else None
     torch.library.opcheck(rglru_forward, (*inputs, make_mask(12, batch=1), state, cu_seqlens))
+
+
+@pytest.mark.bench
+def test_faster_than_a_loop_over_time():
+    x, a_gate, x_gate = torch.randn(3, 1, 4096, 768)
+    a_param = torch.randn(768)
+
+    def seconds(backend):
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            rglru(x, a_gate, x_gate, a_param, backend=backend)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds("torch") * 3 < seconds("reference")
 
 
 GOOD = {

@@ -41,10 +41,10 @@ def test_log_norm_never_decreases(backend: str, form: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cut=st.integers(0, 131), mask=st.sampled_from(("none", "left", "right", "holes")))
-def test_merged_halves_are_the_whole(cut: int, mask: str) -> None:
+def test_merged_halves_are_the_whole(backend: str, cut: int, mask: str) -> None:
     case = make_case("latte", 131, mask=mask)
-    halves = (latents(case.tokens_between(*part).call("torch").state) for part in ((0, cut), (cut, 131)))
-    states_equal(merge(*halves), latents(case.call("torch").state))
+    halves = (latents(case.tokens_between(*part).call(backend).state) for part in ((0, cut), (cut, 131)))
+    states_equal(merge(*halves), latents(case.call(backend).state))
 
 
 def test_merge_is_associative_and_has_a_unit(backend: str) -> None:

@@ -26,7 +26,9 @@ def small_pieces(monkeypatch, device):
 def make_inputs(length, batch=B, dtype=torch.float32, scale=2.0, width=W):
     generator = torch.Generator().manual_seed(0)
     shapes = [(batch, length, width)] * 3 + [(width,)]
-    return [torch.randn(shape, generator=generator).mul(scale).to(dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).mul(scale) for shape in shapes]
+    inputs[3][::2] -= 6.0  # half of the channels remember over many pieces
+    return [z.to(dtype) for z in inputs]
 
 
 def make_mask(length, batch=B):
@@ -55,7 +57,10 @@ def run(inputs, backend, device, dtype=None, **options):
         for part in output
     )
     leaves += [options["state"]] if "state" in options else []
-    grads = torch.autograd.grad(total, leaves, materialize_grads=True) if total.requires_grad else []
+    if total.requires_grad:
+        grads = torch.autograd.grad(total, leaves, materialize_grads=True)
+    else:  # nothing was computed
+        grads = [torch.zeros_like(leaf) for leaf in leaves]
     return [part.detach().cpu() for part in (*output, *grads)]
 
 
@@ -63,7 +68,7 @@ def assert_matches(inputs, device, tolerance=2e-5, **options):
     """Against the reference in float64, relative to the largest value."""
     actual = run(inputs, "triton", device, **options)
     expected = run(inputs, "reference", "cpu", torch.float64, **options)
-    for got, right in zip(actual, expected or actual, strict=False):
+    for got, right in zip(actual, expected, strict=True):
         assert got.shape == right.shape
         seen = right.isfinite()
         assert (got.isfinite() == seen).all()
@@ -114,7 +119,7 @@ def test_wider_than_a_block(device, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_narrow_dtypes(device, dtype, tolerance):
-    inputs = make_inputs(41, dtype=dtype)
+    inputs = make_inputs(17, dtype=dtype)
     assert_matches(inputs, device, tolerance=tolerance)
     output = run(inputs, "triton", device)
     assert [part.dtype for part in output] == [dtype, torch.float32, dtype, dtype, dtype, dtype]
@@ -169,7 +174,7 @@ def test_strides(device):
 
 
 def test_same_bits_every_time(device):
-    first, second = (run(make_inputs(41), "triton", device, mask=make_mask(41)) for _ in range(2))
+    first, second = (run(make_inputs(33), "triton", device, mask=make_mask(33)) for _ in range(2))
     assert_close(first, second, rtol=0, atol=0)
 
 

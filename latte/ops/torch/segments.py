@@ -17,7 +17,7 @@ GPU_SEGMENT = 2**24  # there it is launches that count
 
 def segment_length(batch: int, width: int, device: torch.device) -> int:
     """How many tokens are worked on at a time."""
-    return max(16, (CPU_SEGMENT if device.type == "cpu" else GPU_SEGMENT) // (batch * width))
+    return max(16, (CPU_SEGMENT if device.type == "cpu" else GPU_SEGMENT) // max(1, batch * width))
 
 
 def decay_rate(a_param: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def _check_sizes(k: Tensor | None, v: Tensor, window_q: Tensor | None) -> None:
             raise ValueError(f'{name} has {size} {what}; the Triton kernels take up to {most}; use backend="torch"')
 
 
-KEPT = 7  # tensors that backward keeps besides the inputs and the state: States without its last two, and lse
+KEPT = 5  # tensors that backward keeps besides the inputs and the state: States without its last two, and lse
 
 
 def _forward(
@@ -79,7 +79,7 @@ def _forward(
         last = call.empty(call.tiles.sequences, call.form.heads, 0)
         none = [call.empty(0) for _ in range(KEPT - 1)]
         return y, last, call.empty(*last.shape, v.shape[3]), *none, lse
-    return y, states.last_norm, states.last_mean, *states[:6], lse
+    return y, states.last_norm, states.last_mean, *states[:4], lse
 
 
 def _backward(
@@ -185,11 +185,11 @@ def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values,
     last, last_mean = call.empty(*state), call.empty(*state, call.width)
     if k is None:
         return [y, last, last_mean, *(call.empty(0) for _ in range(KEPT - 1)), lse]
-    tile, piece = (tiles.count, *state[1:]), (tiles.rows * tiles.pieces, *state[1:])
+    tile = (tiles.count, *state[1:])
     return [
         y, last, last_mean, call.empty(*tile), call.empty(*tile, call.width, dtype=v.dtype),
-        call.empty(*tile[:2], 3, tile[2]), call.empty(*piece), call.empty(*piece, call.width),
-        call.empty(1 + tiles.count * form.heads, dtype=torch.int32), lse,
+        call.empty(*tile[:2], 3, tile[2]),
+        call.empty(1 + tiles.count * form.heads * call.plan.shared["BLOCKS"], dtype=torch.int32), lse,
     ]  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from latte.ops.triton.carries import carry_into, norm_after
 from latte.ops.triton.forward import latent_block, logit_sums
-from latte.ops.triton.latents import MINUS_INF, decay, latent_key_grads, latent_means, latent_scores, lower
-from latte.ops.triton.states import mean_rows
+from latte.ops.triton.latents import MINUS_INF, decay, exp, exp2, latent_key_grads, latent_means, latent_scores, lower
+from latte.ops.triton.states import count_wild, mean_rows
 from latte.ops.triton.tiles import locate
 from latte.ops.triton.window import (
     capped,
@@ -26,16 +26,15 @@ from latte.ops.triton.window import (
 
 @triton.jit
 def query_grad_kernel(
-    q, k, v, wq, wk, mask, dy, tile_norm, tile_mean, tile_keys, start_norm, start_mean, first_norm, first_mean,
-    last_norm, last_mean, wild, lse, table, bounds,
-    dq, dk, dwq, before_norm, tile_carry, tile_carry_h, shifted_lse, local_h,
+    q, k, v, wq, wk, mask, dy, norms, means, references, wild, lse, table, bounds,
+    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-    tokens, per_row, per_piece, pieces, slots, scale, softcap,
+    tokens, per_row, slots, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, GIVEN: tl.constexpr, FULL: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
 ):  # fmt: skip
     """dq, dwq and the tile's own part of dk; its carry and Z before it; h_0 and lse − log2 p(0|t) of each token."""
@@ -45,7 +44,7 @@ def query_grad_kernel(
         if WILD:
             if tl.load(wild) == 0:
                 return
-        if (tl.load(wild + 1 + tl.program_id(0)) != 0) != WILD:
+        if (count_wild(wild, index, head, HEADS, BLOCKS) != 0) != WILD:
             return
     row, tile = (index // per_row).to(tl.int64), index % per_row
     start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
@@ -57,28 +56,25 @@ def query_grad_kernel(
         mask += row * mask_row
     real = real_rows(t, start, end, offset, mask, MASKED)
     v += row * v_row + (head // GROUPS) * v_head
-    pull = load_rows(dy + row * dy_row + head * dy_head, t, dy_token, real, WIDTH, BD, FULL)
+    pull = load_rows(dy + row * dy_row + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     row_at = (row * HEADS + head) * tokens + t
     token_at = row * tokens * HEADS + head
     if LATENTS:
         q += row * q_row + head * q_head
         k += row * k_row + head * k_head
-        state = (
-            tile_norm, tile_mean, tile_keys, start_norm, start_mean, first_norm, first_mean, last_norm, last_mean,
-        )  # fmt: skip
         logits, _, _, _, _ = latent_block(
-            q, k, state, row, tile, sequence, t, tl.arange(0, BL), d, q_token, k_token, real, table, per_row, per_piece,
-            pieces, head, HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, PACKED, GIVEN, FULL, HALF, WILD,
+            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         peak, inverse, window_share = logit_sums(
-            logits, q, k, state, row, tile, sequence, t, d, q_token, k_token, real, table, per_row, per_piece, pieces,
-            head, HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, PACKED, GIVEN, FULL, HALF, WILD,
+            logits, q, k, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
 
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
-        queries = load_rows(wq + row * wq_row + head * wq_head, t, wq_token, real, KEY_WIDTH, BE, FULL)
+        queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
         norm2 = tl.load(lse + row_at, mask=inside, other=0.0)
         weighted_keys = tl.zeros([C, BE], tl.float32)  # Σ a g k
         mean_keys = tl.zeros([C, BE], tl.float32)  # Σ a k
@@ -88,13 +84,14 @@ def query_grad_kernel(
         high = C // BN if CAUSAL else C // BN + NEAR
         for j in range(low, high):
             s = start + j * BN + tl.arange(0, BN)
+            begin = start + j * BN + offset
             real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
-            keys = load_rows(wk, s + offset, wk_token, real_s, KEY_WIDTH, BE, FULL and CAUSAL)
-            values = load_rows(v, s + offset, v_token, real_s, WIDTH, BD, FULL and CAUSAL)
+            keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
+            values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
             scores, slope = window_scores(
                 queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
             )
-            weights = tl.exp2(scores * factor - norm2[:, None])
+            weights = exp2(scores * factor - norm2[:, None])
             weighted = weights * tl.dot(pull, tl.trans(values), input_precision=PRECISION)
             h_local += tl.sum(weighted, 1)
             if CAPPED:
@@ -110,13 +107,13 @@ def query_grad_kernel(
             norm2 = norm2 - log_share
         if not FULL:
             dwindow = tl.where(real[:, None], dwindow, 0.0)
-        store_rows(dwq + token_at * KEY_WIDTH, dwindow, t, HEADS * KEY_WIDTH, inside, KEY_WIDTH, BE, FULL)
+        store_rows(dwq + token_at * KEY_WIDTH, dwindow, start, HEADS * KEY_WIDTH, inside, C, KEY_WIDTH, BE, FULL)
         tl.store(shifted_lse + row_at, norm2, mask=inside)
 
     if LATENTS:
         products = tl.zeros([C, C], tl.float32)
         if CAUSAL:
-            values = load_rows(v, t + offset, v_token, real, WIDTH, BD, FULL)
+            values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
             products = tl.where(lower(C), tl.dot(pull, tl.trans(values), input_precision=PRECISION), 0.0)
         average = tl.zeros([C], tl.float32)
         if WINDOW > 0:
@@ -126,10 +123,10 @@ def query_grad_kernel(
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
                 logits, keys_l, before, mean, reference = latent_block(
-                    q, k, state, row, tile, sequence, t, l, d, q_token, k_token, real, table, per_row, per_piece, pieces,
-                    head, HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, PACKED, GIVEN, FULL, HALF, WILD,
+                    q, k, norms, means, references, index, sequence, start, l, d, q_token, k_token, real, head,
+                    HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
-                p = tl.exp(logits - peak[:, None]) * inverse[:, None]
+                p = exp(logits - peak[:, None]) * inverse[:, None]
                 if not FULL:
                     p = tl.where(real[:, None], p, 0.0)
                 h = tl.dot(pull, tl.trans(mean.to(pull.dtype)), input_precision=PRECISION)
@@ -152,7 +149,6 @@ def query_grad_kernel(
                             products, p, h, keys_l, before, reference, C, BL, HALF, WILD
                         )
                         tl.store(dk + at * NUM + l[None, :], own, mask=keep)
-                        tl.store(before_norm + carry_at, before, mask=l < NUM)
                     carry_h = tl.sum(through * h, 0)
                     carry = tl.dot(tl.trans(through).to(pull.dtype), pull, input_precision=PRECISION)
                     carry_ptr = mean_rows(tile_carry, carry_at, d, WIDTH)
@@ -167,16 +163,15 @@ def query_grad_kernel(
 
 @triton.jit
 def key_grad_kernel(
-    q, k, v, wq, wk, mask, dy, tile_norm, tile_mean, tile_keys, start_norm, start_mean, first_norm, first_mean,
-    last_norm, last_mean, wild, before_norm, tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean,
-    into_h, whole_carry, whole_carry_h, shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+    q, k, v, wq, wk, mask, dy, norms, means, references, wild, last_norm,
+    tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h, shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-    tokens, per_row, per_piece, pieces, slots, scale, softcap, key_tokens,
+    tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, GIVEN: tl.constexpr, FULL: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """dv, dwk and dk of one tile of keys, for all query heads of one value head; with PAST, of past window slots."""
@@ -199,7 +194,7 @@ def key_grad_kernel(
                     return
             leaps = 0
             for g in tl.static_range(GROUPS):
-                leaps += tl.load(wild + 1 + index * HEADS + value_head * GROUPS + g)
+                leaps += count_wild(wild, index, value_head * GROUPS + g, HEADS, BLOCKS)
             if (leaps != 0) != WILD:
                 return
         row, tile = (index // per_row).to(tl.int64), index % per_row
@@ -214,11 +209,11 @@ def key_grad_kernel(
     real = real_rows(s, first - slots, end, offset, mask, MASKED)
     v += row * v_row + value_head * v_head
     dy += row * dy_row
-    values = load_rows(v, s + offset, v_token, real, WIDTH, BD, FULL)
+    values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
     dvalues = tl.zeros([C, BD], tl.float32)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     if WINDOW > 0:
-        keys = load_rows(wk + row * wk_row + value_head * wk_head, s + offset, wk_token, real, KEY_WIDTH, BE, FULL)
+        keys = load_rows(wk + row * wk_row + value_head * wk_head, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL)
         dkeys = tl.zeros([C, BE], tl.float32)
         wq += row * wq_row
 
@@ -230,16 +225,17 @@ def key_grad_kernel(
             high = tl.minimum(C // BN + NEAR, tl.cdiv(stop - start, BN))
             for j in range(low, high):
                 t = start + j * BN + tl.arange(0, BN)
+                begin = start + j * BN
                 real_t = real_rows(t, first, stop, offset, mask, MASKED)
-                queries = load_rows(wq + head * wq_head, t, wq_token, real_t, KEY_WIDTH, BE, FULL)
-                pull = load_rows(dy + head * dy_head, t, dy_token, real_t, WIDTH, BD, FULL)
+                queries = load_rows(wq + head * wq_head, begin, wq_token, real_t, BN, KEY_WIDTH, BE, FULL)
+                pull = load_rows(dy + head * dy_head, begin, dy_token, real_t, BN, WIDTH, BD, FULL)
                 row_at = (row * HEADS + head) * tokens + t
                 norm2 = tl.load(shifted_lse + row_at, mask=real_t, other=0.0)
                 mean_h = tl.load(local_h + row_at, mask=real_t, other=0.0)
                 scores, slope = key_scores(
                     keys, queries, t, s, real_t, real, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL, PRECISION
                 )
-                weights = tl.exp2(scores * factor - norm2[None, :])
+                weights = exp2(scores * factor - norm2[None, :])
                 products = tl.dot(values, tl.trans(pull), input_precision=PRECISION)
                 dscores = weights * (products - mean_h[None, :])
                 if CAPPED:
@@ -249,39 +245,33 @@ def key_grad_kernel(
 
         if LATENTS and not PAST:
             q_here, k_here = q + row * q_row + head * q_head, k + row * k_row + head * k_head
-            state = (
-                tile_norm, tile_mean, tile_keys, start_norm, start_mean, first_norm, first_mean, last_norm, last_mean,
-            )  # fmt: skip
             logits, keys_l, before, _, reference = latent_block(
-                q_here, k_here, state, row, tile, sequence, s, tl.arange(0, BL), d, q_token, k_token, real, table,
-                per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, PACKED, GIVEN,
-                FULL, HALF, WILD,
+                q_here, k_here, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token, k_token, real, head,
+                HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
             )  # fmt: skip
             if CAUSAL:
-                here = load_rows(dy + head * dy_head, s, dy_token, real, WIDTH, BD, FULL)
+                here = load_rows(dy + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
                 peak, inverse, _ = logit_sums(
-                    logits, q_here, k_here, state, row, tile, sequence, s, d, q_token, k_token, real, table, per_row,
-                    per_piece, pieces, head, HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, PACKED,
-                    GIVEN, FULL, HALF, WILD,
+                    logits, q_here, k_here, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
+                    HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
                 if block > 0:
                     logits, keys_l, before, _, reference = latent_block(
-                        q_here, k_here, state, row, tile, sequence, s, l, d, q_token, k_token, real, table, per_row,
-                        per_piece, pieces, head, HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, PACKED, GIVEN,
-                        FULL, HALF, WILD,
+                        q_here, k_here, norms, means, references, index, sequence, start, l, d, q_token, k_token, real, head,
+                        HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                     )  # fmt: skip
                 at = ((row * tokens + s.to(tl.int64)) * HEADS + head)[:, None] * NUM + l[None, :]
                 keep = inside[:, None] & (l < NUM)[None, :]
                 inside_l = (l < NUM)[:, None] & (d < WIDTH)[None, :]
                 if CAUSAL:
-                    p = tl.exp(logits - peak[:, None]) * inverse[:, None]
+                    p = exp(logits - peak[:, None]) * inverse[:, None]
                     own, _ = latent_scores(p, keys_l, before, reference, C, BL, HALF, WILD)
                     if not FULL:
                         own = tl.where(real[:, None], own, 0.0)
                     dvalues += tl.dot(tl.trans(own).to(here.dtype), here, input_precision=PRECISION)
-                    norm = norm_after(tile, row, sequence, before_norm, last_norm, l, table, per_row, head,
+                    norm = norm_after(tile, row, sequence, norms, last_norm, l, table, per_row, head,
                                       HEADS, NUM, PACKED)  # fmt: skip
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
                     carry, carry_h = carry_into(
@@ -308,12 +298,12 @@ def key_grad_kernel(
     at = (row * key_tokens + offset) * VALUE_HEADS + value_head
     if not FULL:
         dvalues = tl.where(real[:, None], dvalues, 0.0)
-    store_rows(dv + at * WIDTH, dvalues, s, VALUE_HEADS * WIDTH, exists, WIDTH, BD, FULL)
+    store_rows(dv + at * WIDTH, dvalues, start, VALUE_HEADS * WIDTH, exists, C, WIDTH, BD, FULL)
     if WINDOW > 0:
         dkeys = dkeys * scale
         if not FULL:
             dkeys = tl.where(real[:, None], dkeys, 0.0)
-        store_rows(dwk + at * KEY_WIDTH, dkeys, s, VALUE_HEADS * KEY_WIDTH, exists, KEY_WIDTH, BE, FULL)
+        store_rows(dwk + at * KEY_WIDTH, dkeys, start, VALUE_HEADS * KEY_WIDTH, exists, C, KEY_WIDTH, BE, FULL)
 
 
 @triton.jit

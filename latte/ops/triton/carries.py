@@ -8,7 +8,7 @@ With WHOLE (bidirectional) there is one normaliser and all factors are 1.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import MINUS_INF, decay, finite
+from latte.ops.triton.latents import MINUS_INF, decay, exp, finite
 from latte.ops.triton.states import mean_rows
 from latte.ops.triton.tiles import ends_of, given, sequence_of
 
@@ -115,7 +115,7 @@ def carry_scan_kernel(
         begin_norm = tl.load(before + begin, mask=exists, other=MINUS_INF)
         end_norm = tl.load(piece_end + index, mask=exists, other=MINUS_INF)
         seen = later & (end_norm > MINUS_INF)[:, None]
-        weights = tl.where(seen, tl.exp(finite(end_norm)[:, None] - finite(begin_norm)[None, :]), 0.0)
+        weights = tl.where(seen, exp(finite(end_norm)[:, None] - finite(begin_norm)[None, :]), 0.0)
         from_last = tl.where(last >= 0, decay(end_norm, tl.load(last_norm + into_at)), 0.0)
     into = tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=inside, other=0.0)
     carry = tl.dot(weights, own, input_precision=PRECISION) + from_last[:, None] * into

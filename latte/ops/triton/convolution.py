@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from latte.ops.packing import bounds, last_tokens
+from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.convolution_kernels import backward_kernel, forward_kernel
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 
@@ -30,7 +31,8 @@ def convolve(
     check_dtypes(x=x, weight=weight, bias=bias)
     if weight.shape[1] > MAX_TAPS:
         raise ValueError(
-            f'weight has K = {weight.shape[1]}; the Triton kernels take at most {MAX_TAPS}; use backend="torch" for more'
+            f"weight has K = {weight.shape[1]}; the Triton kernels take at most {MAX_TAPS} taps; "
+            'use backend="torch" for more'
         )
     y = short_conv_triton_forward(x, weight, bias, mask, state, cu_seqlens)
     clean = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
@@ -54,7 +56,8 @@ class Layout(NamedTuple):
         return cls(cu_seqlens[sequence], cu_seqlens[sequence + 1], sequence.to(torch.int32))
 
 
-def _options(weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
+def _options(weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **inputs: Tensor) -> dict[str, Any]:
+    """What the kernels are compiled for; `inputs` by the letter of their stride."""
     width, taps = weight.shape
     return {
         "W": width,
@@ -64,12 +67,8 @@ def _options(weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> 
         "TILE": TILE if taps <= 6 else TILE // 2,  # the more taps, the more registers
         "BLOCK": min(BLOCK, triton.next_power_of_2(width)),
         "num_warps": 4,
+        **{f"{letter}_TOKEN": z.stride(1) for letter, z in inputs.items()},
     }
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x itself if its channels lie side by side, else a copy."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -87,13 +86,14 @@ def short_conv_triton_forward(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
-    x, layout, options = _unit(x), Layout.make(cu_seqlens, tokens), _options(weight, mask, cu_seqlens)
+    x, layout = side_by_side(x), Layout.make(cu_seqlens, tokens)
+    options = _options(weight, mask, cu_seqlens, X=x)
     tiles = triton.cdiv(tokens, options["TILE"])
-    with torch.cuda.device_of(x):
-        forward_kernel[(batch * tiles * triton.cdiv(width, options["BLOCK"]),)](
-            x, weight.contiguous(), bias, _bytes(mask), past.contiguous(), layout.starts, layout.sequences, y,
-            tokens, tiles, x.stride(0), X_TOKEN=x.stride(1), BIAS=bias is not None, **options,
-        )  # fmt: skip
+    launch(
+        forward_kernel, batch * tiles * triton.cdiv(width, options["BLOCK"]),
+        x, weight.contiguous(), bias, _bytes(mask), past.contiguous(), layout.starts, layout.sequences, y,
+        tokens, tiles, x.stride(0), BIAS=bias is not None, **options,
+    )  # fmt: skip
     return y
 
 
@@ -120,24 +120,23 @@ def short_conv_triton_backward(
     if dx.numel() == 0:
         dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         return dx, dweight, weight.new_zeros(width, dtype=torch.float32), torch.zeros_like(past)
-    dy, x, layout, options = _unit(dy), _unit(x), Layout.make(cu_seqlens, tokens), _options(weight, mask, cu_seqlens)
+    dy, x, layout = side_by_side(dy), side_by_side(x), Layout.make(cu_seqlens, tokens)
+    options = _options(weight, mask, cu_seqlens, Y=dy, X=x)
     tiles = triton.cdiv(tokens, options["TILE"])
     run = triton.cdiv(batch * tiles, PARTS)
     parts = triton.cdiv(tiles, run)
     partial = x.new_empty((batch * parts, options["K"] + 1, width), dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        backward_kernel[(batch * parts * triton.cdiv(width, options["BLOCK"]),)](
-            dy, x, weight.contiguous(), _bytes(mask), past.contiguous(), *layout, dx, partial,
-            tokens, tiles, run, dy.stride(0), x.stride(0), Y_TOKEN=dy.stride(1), X_TOKEN=x.stride(1), **options,
-        )  # fmt: skip
+    launch(
+        backward_kernel, batch * parts * triton.cdiv(width, options["BLOCK"]),
+        dy, x, weight.contiguous(), _bytes(mask), past.contiguous(), *layout, dx, partial,
+        tokens, tiles, run, dy.stride(0), x.stride(0), **options,
+    )  # fmt: skip
     total = partial.sum(dim=0)
     dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if through_past else torch.zeros_like(past)
     return dx, total[:-1].t().to(weight.dtype).contiguous(), total[-1].clone(), dpast
 
 
-def _past_gradient(
-    dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
+def _past_gradient(dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """What the first K − 1 tokens of each sequence pass on to its past: a few rows, in PyTorch."""
     batch, tokens, _ = dy.shape
     slots = past.shape[1]

@@ -1,3 +1,5 @@
+# type: ignore  # Triton's language is not typed as Python
+# ruff: noqa: B007, RUF005, SIM102  # and its compiler reads less than all of Python
 """Kernels of the short causal convolution: tiles of tokens and channels, K shifted loads of which all but one hit.
 
 A token's sequence begins at `starts[t]`, ends before `ends[t]` and has number `sequences[t]` when packed; otherwise a
@@ -20,7 +22,9 @@ def locate(tiles, W: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, mask, row, t, ok, cols, tokens, row_stride, STRIDE: tl.constexpr, W: tl.constexpr, MASK: tl.constexpr):
+def load_tokens(
+    x, mask, row, t, ok, cols, tokens, row_stride, STRIDE: tl.constexpr, W: tl.constexpr, MASK: tl.constexpr
+):
     """Tokens t of a batch row in float32; 0 where they are not `ok`, or masked."""
     if MASK:
         ok = ok & (tl.load(mask + row * tokens + t, mask=ok, other=0) != 0)

@@ -8,8 +8,8 @@ from torch import Tensor
 from latte.ops.triton.backward import key_grad_kernel, query_grad_kernel
 from latte.ops.triton.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
 from latte.ops.triton.forward import output_kernel
-from latte.ops.triton.plan import Form, Plan, aligned, make_plan, pick
-from latte.ops.triton.states import finish_kernel, piece_scan_kernel, walk_kernel
+from latte.ops.triton.plan import Form, aligned, make_plan, pick
+from latte.ops.triton.states import merge_kernel, piece_scan_kernel, walk_kernel
 from latte.ops.triton.tiles import Tiles, lay_tiles
 
 SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED")
@@ -47,14 +47,17 @@ class Options(NamedTuple):
 class States(NamedTuple):
     """What the states' kernels leave, all float32 but the means before tiles."""
 
-    tile_norm: Tensor  # [tiles H L] before each tile, relative to its piece
-    tile_mean: Tensor  # [tiles H L D]
-    tile_keys: Tensor  # [tiles H 3 L] largest, first and smallest key
-    start_norm: Tensor  # [pieces H L] before each piece
-    start_mean: Tensor  # [pieces H L D]
-    wild: Tensor  # [1 + tiles H] int32: whether any tile is wild, then each
+    norm: Tensor  # [tiles H L] before each tile
+    mean: Tensor  # [tiles H L D]
+    keys: Tensor  # [tiles H 3 L] reference, first and smallest key
+    wild: Tensor  # [1 + tiles H blocks] int32: whether any tile is wild, then each
     last_norm: Tensor  # [N H L] after each sequence
     last_mean: Tensor  # [N H L D]
+
+    def seen(self, causal: bool) -> tuple[Tensor, ...]:
+        """What a token's latents see: the state before its tile, or that of its sequence."""
+        norm, mean = (self.norm, self.mean) if causal else (self.last_norm, self.last_mean)
+        return (norm, mean, self.keys, self.wild)
 
 
 class Call:
@@ -88,7 +91,8 @@ class Call:
 
     def numbers(self, dy: Tensor | None = None) -> tuple[float, ...]:
         options = self.options
-        return (*self.strides(dy), self.tokens, *self.spread, self.inputs.slots, options.scale, options.softcap or 1.0)
+        scores = (options.scale, options.softcap or 1.0)
+        return (*self.strides(dy), self.tokens, self.tiles.per_row, self.inputs.slots, *scores)
 
     def rounds(self, name: str) -> tuple[tuple[str, bool], ...]:
         """Launches of a kernel: the second takes the wild tiles, which only causal latents have."""
@@ -116,7 +120,7 @@ def tile_states(call: Call) -> States:
         last_mean = call.empty(tiles.sequences, heads, latents, width).zero_()
     else:
         last_norm, last_mean = call.empty(tiles.sequences, heads, latents), call.empty(tiles.sequences, heads, latents, width)
-    wild = call.empty(1 + tiles.count * heads, dtype=torch.int32)
+    wild = call.empty(1 + tiles.count * heads * plan.shared["BLOCKS"], dtype=torch.int32)
     given = (x.first_norm, x.first_mean)
     shared, blocks = plan.shared, plan.shared["BLOCKS"]
     k, v, mask = x.k, x.tokens_v, x.tokens_mask
@@ -124,21 +128,22 @@ def tile_states(call: Call) -> States:
         "walk", walk_kernel, (pieces, heads, blocks),
         (k, v, mask, tile_norm, tile_mean, tile_keys, piece_norm, piece_mean, last_norm, last_mean, wild, tiles.table),
         (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, *call.spread),
-        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None, num_warps=4, num_stages=3),
+        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None, num_warps=1, num_stages=3),
         call.aligned,
     )  # fmt: skip
     plan.launch(
         "scan", piece_scan_kernel, (tiles.rows, heads, latents),
         (piece_norm, piece_mean, *given, start_norm, start_mean, tiles.table), call.spread,
-        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "GIVEN", "PRECISION", N=_lanes(tiles), num_warps=4),
+        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", GIVEN=call.form.given, N=_lanes(tiles),
+             num_warps=4),
         call.aligned,
     )  # fmt: skip
     plan.launch(
-        "finish", finish_kernel, (tiles.sequences, heads, blocks) if tiles.count else (0,),
-        (last_norm, last_mean, start_norm, start_mean, *given, tiles.table, tiles.ends),
-        (tiles.sequences, *call.spread), pick(shared, *SIZES, "GIVEN", num_warps=4), call.aligned,
+        "merge", merge_kernel, (tiles.count, heads, blocks),
+        (tile_norm, tile_mean, tile_keys, start_norm, start_mean, *given, last_norm, last_mean, wild, tiles.table),
+        call.spread, pick(shared, *SIZES, "BLOCKS", GIVEN=call.form.given, num_warps=2), call.aligned,
     )  # fmt: skip
-    return States(tile_norm, tile_mean, tile_keys, start_norm, start_mean, wild, last_norm, last_mean)
+    return States(tile_norm, tile_mean, tile_keys, wild, last_norm, last_mean)
 
 
 def assert_latents(x: Inputs) -> None:
@@ -157,7 +162,7 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     y = call.empty(call.batch, call.tokens, call.form.heads, call.width, dtype=x.v.dtype)
     lse = call.empty(*((call.batch, call.form.heads, call.tokens) if x.window_q is not None else (0,)))
     tensors = (
-        x.q, x.k, x.v, x.window_q, x.window_k, x.mask, *_state_tensors(x, states), y, lse, call.tiles.table,
+        x.q, x.k, x.v, x.window_q, x.window_k, x.mask, *_seen(call, states), y, lse, call.tiles.table,
         call.tiles.bounds,
     )  # fmt: skip
     numbers = call.numbers()
@@ -167,10 +172,8 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     return y, lse
 
 
-def _state_tensors(x: Inputs, states: States | None) -> tuple[Tensor | None, ...]:
-    if states is None:
-        return (None,) * 10
-    return (*states[:5], x.first_norm, x.first_mean, states.last_norm, states.last_mean, states.wild)
+def _seen(call: Call, states: States | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 4 if states is None else states.seen(call.options.causal)
 
 
 class Gradients(NamedTuple):
@@ -185,9 +188,8 @@ class Gradients(NamedTuple):
 class Carries(NamedTuple):
     """Buffers between the query and the key kernel."""
 
-    before: Tensor  # [tiles H L] Z before each tile
-    tile: Tensor
-    tile_h: Tensor
+    tile: Tensor  # [tiles H L D] Σ r dy
+    tile_h: Tensor  # [tiles H L] Σ r h
     after: Tensor | None = None
     after_h: Tensor | None = None
     piece_end: Tensor | None = None
@@ -208,17 +210,16 @@ def gradients(
         own = call.empty(call.batch, call.tokens, heads, latents)
         wide = torch.float32 if x.v.dtype == torch.float16 else x.v.dtype  # sums of dy can overflow float16
         carries = Carries(
-            call.empty(tiles.count, heads, latents),
             call.empty(tiles.count, heads, latents, call.width, dtype=wide),
             call.empty(tiles.count, heads, latents),
         )
     if x.window_q is not None:
         shifted, local_h = call.empty(2, *lse.shape).unbind()
-    head = (x.q, x.k, x.v, x.window_q, x.window_k, x.mask, dy, *_state_tensors(x, states))
+    head = (x.q, x.k, x.v, x.window_q, x.window_k, x.mask, dy, *_seen(call, states))
     is_aligned = call.aligned and aligned(dy)
     numbers = call.numbers(dy)
     tensors = (
-        *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:3] if carries else (None,) * 3), shifted, local_h
+        *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:2] if carries else (None,) * 2), shifted, local_h
     )  # fmt: skip
     for name, wild in call.rounds("query_grad"):
         constants = {**plan.shared, **plan.query_grad, "WILD": wild}
@@ -227,10 +228,11 @@ def gradients(
         carries = _scan_carries(call, states, carries, into)
     into = into if into is not None else (None, None)
     tensors = (
-        *head, *(carries[:6] if carries else (None,) * 6), *into, *(carries[6:] if carries else (None,) * 2), shifted,
+        *head, None if states is None else states.last_norm, *(carries[:5] if carries else (None,) * 5), *into,
+        *(carries[5:] if carries else (None,) * 2), shifted,
         local_h, tiles.table, tiles.bounds, dk, own, dv, dwk,
     )  # fmt: skip
-    numbers = (*numbers, x.v.shape[1])
+    numbers = (*numbers, *call.spread[1:], x.v.shape[1])
     constants = {**plan.shared, **plan.key_grad}
     for name, wild in call.rounds("key_grad"):
         grid = (tiles.count * call.form.value_heads,)
@@ -259,18 +261,18 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     last = states.last_norm
     plan.launch(
         "carry_walk", carry_walk_kernel, (pieces, form.heads, blocks),
-        (carries.before, last, carries.tile, carries.tile_h, piece, piece_h, piece_end, whole, whole_h, tiles.table),
+        (states.norm, last, carries.tile, carries.tile_h, piece, piece_h, piece_end, whole, whole_h, tiles.table),
         call.spread, pick(shared, *SIZES, **constants), True,
     )  # fmt: skip
     plan.launch(
         "carry_scan", carry_scan_kernel, (tiles.rows, form.heads, form.latents),
-        (piece, piece_h, piece_end, carries.before, last, *into, after, after_h, tiles.table), call.spread,
+        (piece, piece_h, piece_end, states.norm, last, *into, after, after_h, tiles.table), call.spread,
         pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", N=_lanes(tiles), **constants), True,
     )  # fmt: skip
     if form.given or not form.causal:
         plan.launch(
             "carry_finish", carry_finish_kernel, (tiles.sequences, form.heads, blocks) if tiles.count else (0,),
-            (whole, whole_h, after, after_h, piece_end, carries.before, last, *into, tiles.table, tiles.ends),
+            (whole, whole_h, after, after_h, piece_end, states.norm, last, *into, tiles.table, tiles.ends),
             (tiles.sequences, *call.spread), pick(shared, *SIZES, **constants), True,
         )  # fmt: skip
     return carries._replace(

@@ -34,8 +34,7 @@ class Plan:
     """Tile size, constants of the kernels and kernels compiled so far."""
 
     tile: int
-    shared: dict[str, Any]  # constants of the output and gradient kernels
-    sizes: dict[str, Any]  # constants of the kernels for states and carries
+    shared: dict[str, Any]  # constants of the output and gradient kernels, and of others by name
     output: dict[str, int]  # what the kernel takes besides
     query_grad: dict[str, int]
     key_grad: dict[str, int]
@@ -70,19 +69,14 @@ def make_plan(form: Form) -> Plan:
     block_l = min(64, max(16, triton.next_power_of_2(max(form.latents, 1))))
     if exact or widest > 128:
         block_l = min(block_l, 32)
-    precision = "tf32x3" if exact else "tf32"
-    sizes = {
+    shared = {
         "HEADS": form.heads,
         "NUM": max(form.latents, 1),
         "WIDTH": form.width,
         "BD": max(16, triton.next_power_of_2(form.width)),
-        "PACKED": form.packed,
-        "GIVEN": form.given,
         "BL": block_l,
-        "PRECISION": precision,
-    }
-    shared = {
-        **sizes,
+        "PACKED": form.packed,
+        "PRECISION": "tf32x3" if exact else "tf32",
         "GROUPS": form.heads // form.value_heads,
         "KEY_WIDTH": max(form.key_width, 1),
         "BE": max(16, triton.next_power_of_2(max(form.key_width, 1))),
@@ -97,17 +91,18 @@ def make_plan(form: Form) -> Plan:
         "FULL": form.full,
         "HALF": not exact,
     }
-    size = 4 if exact else 2
     warps = 8 if widest > 128 else 4
-    stages = 1 if widest * size > 256 else 2
+    heavy = widest * (4 if exact else 2) > 256
+    narrow = widest <= 64 and not exact
 
-    def options(keys: int) -> dict[str, int]:
+    def options(keys: int, stages: int, registers: int) -> dict[str, int]:
         """Keys of the window (or queries, for the keys' gradients) that one step takes, and how many steps reach back."""
         keys = min(keys, tile)
         near = triton.cdiv(max(form.window - 1, 0), keys)
-        return {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": stages}
+        found = {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": 1 if heavy else stages}
+        return {**found, "maxnreg": registers} if narrow else found  # fewer registers, more programs at a time
 
-    return Plan(tile, shared, sizes, options(64), options(32), options(32))
+    return Plan(tile, shared, options(64, 2, 128), options(32, 3, 168), options(32, 3, 128))
 
 
 def pick(constants: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from latte.ops.packing import spans
+from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.recurrence_gradients import gradient_kernel, piece_starts_kernel
 from latte.ops.triton.recurrence_kernels import output_kernel, piece_ends_kernel, scan_pieces_kernel
@@ -91,11 +92,6 @@ def _block(width: int) -> int:
     return min(BLOCK, triton.next_power_of_2(width))
 
 
-def _unit(x: Tensor) -> Tensor:
-    """x itself if its channels lie side by side, else a copy."""
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
 @torch.library.custom_op("latte::rglru_triton_forward", mutates_args=())
 def rglru_triton_forward(
     x: Tensor,
@@ -119,24 +115,22 @@ def rglru_triton_forward(
         return y, unseen if state is None else state.clone(), checkpoints
     final = x.new_empty((sequences, width), dtype=torch.float32)
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, FORWARD_WARPS)
-    x, a_gate, x_gate = _unit(x), _unit(a_gate), _unit(x_gate)
+    x, a_gate, x_gate = side_by_side(x), side_by_side(a_gate), side_by_side(x_gate)
     given = None if state is None else state.contiguous()
-    options = _options(plan, tokens, width, state, rows) | {
-        "X_TOKEN": x.stride(1), "A_TOKEN": a_gate.stride(1), "G_TOKEN": x_gate.stride(1)
-    }  # fmt: skip
-    strides = (x.stride(0), a_gate.stride(0), x_gate.stride(0))
+    options = _options(tokens, width, state, rows, X=x, A=a_gate, G=x_gate)
+    sizes = (tokens, plan.pieces, plan.length, x.stride(0), a_gate.stride(0), x_gate.stride(0))
     decays, ends = x.new_empty((2, batch, max(plan.pieces - 1, 1), width), dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        if plan.pieces > 1:
-            piece_ends_kernel[(batch * (plan.pieces - 1) * plan.blocks,)](
-                x, a_gate, x_gate, a_param, given, rows.codes, decays, ends,
-                tokens, plan.pieces, plan.length, *strides, **options,
-            )  # fmt: skip
-            scan_pieces(decays, ends, reverse=False)
-        output_kernel[(batch * plan.pieces * plan.blocks,)](
-            x, a_gate, x_gate, a_param, given, rows.codes, rows.lasts, ends, y, final, checkpoints if save else final,
-            tokens, plan.pieces, plan.length, *strides, SAVE=save, **options,
-        )  # fmt: skip
+    if plan.pieces > 1:
+        programs = batch * (plan.pieces - 1) * plan.blocks
+        launch(
+            piece_ends_kernel, programs, x, a_gate, x_gate, a_param, given, rows.codes, decays, ends, *sizes, **options
+        )
+        scan_pieces(decays, ends, reverse=False)
+    launch(
+        output_kernel, batch * plan.pieces * plan.blocks,
+        x, a_gate, x_gate, a_param, given, rows.codes, rows.lasts, ends, y, final, checkpoints if save else final,
+        *sizes, SAVE=save, **options,
+    )  # fmt: skip
     if rows.untouched is not None:
         final = torch.where(rows.untouched, -torch.inf if given is None else given, final)
     return y, final, checkpoints
@@ -146,7 +140,8 @@ def _checkpoint_shape(x: Tensor, save: bool) -> tuple[int, int, int]:
     return (x.shape[0], (x.shape[1] + ROWS - 1) // ROWS, x.shape[2]) if save else (0, 0, 0)
 
 
-def _options(plan: Plan, tokens: int, width: int, state: Tensor | None, rows: Rows) -> dict[str, Any]:
+def _options(tokens: int, width: int, state: Tensor | None, rows: Rows, **inputs: Tensor) -> dict[str, Any]:
+    """What the kernels are compiled for; `inputs` by the letter of their stride."""
     marked = rows.codes is not None
     return {
         "W": width,
@@ -156,6 +151,7 @@ def _options(plan: Plan, tokens: int, width: int, state: Tensor | None, rows: Ro
         "ROWS": ROWS,
         "BLOCK": _block(width),
         "num_warps": 1,
+        **{f"{letter}_TOKEN": z.stride(1) for letter, z in inputs.items()},
     }
 
 
@@ -163,9 +159,8 @@ def scan_pieces(decays: Tensor, ends: Tensor, *, reverse: bool) -> None:
     """The scan over pieces [B P W], in place in `ends`."""
     batch, count, width = ends.shape
     block = min(SCAN_BLOCK, triton.next_power_of_2(width))
-    scan_pieces_kernel[(batch * triton.cdiv(width, block),)](
-        decays, ends, count, W=width, REVERSE=reverse, ROWS=SCAN_ROWS, BLOCK=block, num_warps=1
-    )
+    options: dict[str, Any] = {"W": width, "REVERSE": reverse, "ROWS": SCAN_ROWS, "BLOCK": block, "num_warps": 1}
+    launch(scan_pieces_kernel, batch * triton.cdiv(width, block), decays, ends, count, **options)
 
 
 @rglru_triton_forward.register_fake
@@ -204,26 +199,32 @@ def rglru_triton_backward(
         return dx, da_gate, dx_gate, torch.zeros_like(a_param), dfinal.clone()
     batch, tokens, width = x.shape
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, BACKWARD_WARPS)
-    dy, x, a_gate, x_gate, dfinal = _unit(dy), _unit(x), _unit(a_gate), _unit(x_gate), dfinal.contiguous()
+    dy, x, a_gate, x_gate, dfinal = (
+        side_by_side(dy),
+        side_by_side(x),
+        side_by_side(a_gate),
+        side_by_side(x_gate),
+        dfinal.contiguous(),
+    )
     given = None if state is None else state.contiguous()
-    options = _options(plan, tokens, width, state, rows) | {"Y_TOKEN": dy.stride(1), "A_TOKEN": a_gate.stride(1)}
     decays, starts = x.new_empty((2, batch, max(plan.pieces - 1, 1), width), dtype=torch.float32)
     dparam = x.new_empty((batch * plan.pieces, width), dtype=torch.float32)
     dstate = torch.empty_like(dfinal)
-    with torch.cuda.device_of(x):
-        if plan.pieces > 1:
-            piece_starts_kernel[(batch * (plan.pieces - 1) * plan.blocks,)](
-                dy, a_gate, a_param, dfinal, rows.codes, rows.lasts, decays, starts,
-                tokens, plan.pieces, plan.length, dy.stride(0), a_gate.stride(0),
-                **{name: value for name, value in options.items() if name != "STATE"},
-            )  # fmt: skip
-            scan_pieces(decays, starts, reverse=True)
-        gradient_kernel[(batch * plan.pieces * plan.blocks,)](
-            dy, x, a_gate, x_gate, a_param, dfinal, given, rows.codes, rows.lasts, starts, checkpoints,
-            dx, da_gate, dx_gate, dparam, dstate,
-            tokens, plan.pieces, plan.length, dy.stride(0), x.stride(0), a_gate.stride(0), x_gate.stride(0),
-            X_TOKEN=x.stride(1), G_TOKEN=x_gate.stride(1), **options,
+    sizes = (tokens, plan.pieces, plan.length, dy.stride(0))
+    if plan.pieces > 1:
+        options = _options(tokens, width, None, rows, Y=dy, A=a_gate)
+        launch(
+            piece_starts_kernel, batch * (plan.pieces - 1) * plan.blocks,
+            dy, a_gate, a_param, dfinal, rows.codes, rows.lasts, decays, starts, *sizes, a_gate.stride(0), **options,
         )  # fmt: skip
+        scan_pieces(decays, starts, reverse=True)
+    options = _options(tokens, width, state, rows, Y=dy, X=x, A=a_gate, G=x_gate)
+    launch(
+        gradient_kernel, batch * plan.pieces * plan.blocks,
+        dy, x, a_gate, x_gate, a_param, dfinal, given, rows.codes, rows.lasts, starts, checkpoints,
+        dx, da_gate, dx_gate, dparam, dstate,
+        *sizes, x.stride(0), a_gate.stride(0), x_gate.stride(0), **options,
+    )  # fmt: skip
     if rows.untouched is not None:
         dstate = torch.where(rows.untouched, dfinal, dstate)
     return dx, da_gate, dx_gate, dparam.sum(dim=0).to(a_param.dtype), dstate

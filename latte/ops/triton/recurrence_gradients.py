@@ -1,3 +1,5 @@
+# type: ignore  # Triton's language is not typed as Python
+# ruff: noqa: RUF005, SIM102  # and its compiler reads less than all of Python
 """Kernels of the RG-LRU's gradients: dh runs backwards over the pieces as h ran forwards; see `recurrence_kernels`.
 
 With c_t = a_t dh_t, what a token passes on to the one before, dh_t = dy_t + c_{t+1}. A piece knows h before every
@@ -35,7 +37,7 @@ def piece_starts_kernel(
     dy, a_gate, a_param, dfinal, codes, lasts, decays, starts,
     tokens, pieces, piece_length, y_row, a_row,
     Y_TOKEN: tl.constexpr, A_TOKEN: tl.constexpr, W: tl.constexpr,
-    CODES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STATE: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What each piece but the first does to c: c ← decays · c + starts."""
     row, piece, cols = locate(pieces - 1, W, BLOCK)
@@ -49,7 +51,7 @@ def piece_starts_kernel(
         c = load_final(dfinal, tl.where(piece == pieces - 1, row, -1), cols, W)
     product = tl.full([BLOCK], 1.0, tl.float32)
     groups = (stop - start + ROWS - 1) // ROWS
-    for n in range(0, groups):
+    for n in range(groups):
         t = start + (groups - 1 - n) * ROWS
         marks = ()
         if CODES:
@@ -129,11 +131,11 @@ def gradient_kernel(
         c = tl.load(starts + (row * (pieces - 1) + piece) * W + cols, mask=cols < W, other=0.0)
     elif not CODES:
         c = load_final(dfinal, row, cols, W)
-    before, unseen = begin_row(state, row, cols, W, BLOCK, STATE and not CODES)
+    _, unseen = begin_row(state, row, cols, W, BLOCK, STATE and not CODES)
     checkpoints += row * ((tokens + ROWS - 1) // ROWS) * W + cols
     drate = tl.full([BLOCK], 0.0, tl.float32)
     groups = (stop - start + ROWS - 1) // ROWS
-    for n in range(0, groups):
+    for n in range(groups):
         t = start + (groups - 1 - n) * ROWS
         marks = ()
         if CODES:

@@ -1,3 +1,5 @@
+# type: ignore  # Triton's language is not typed as Python
+# ruff: noqa: RUF005, SIM102  # and its compiler reads less than all of Python
 """Kernels of the RG-LRU: one warp walks a piece of the sequence for a block of channels, row by row in registers.
 
 The gates cost more than the scan: per element five operations of the special function units (two exponentials, one
@@ -16,6 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MINUS_INF = tl.constexpr(float("-inf"))
 MASKED = tl.constexpr(-2)
 LARGEST = tl.constexpr(9.223372036854775808e18)  # 2**63: the product of two is finite
+VANISHED = tl.constexpr(-88.0)  # σ of less is 0 in float32
 HALF_MAX = tl.constexpr(65504.0)
 
 
@@ -58,19 +61,19 @@ def load_rows(
 
 @triton.jit
 def sigmoids(a_gate, x_gate):
-    """σ of both gates, from one reciprocal."""
+    """σ of both gates, from one reciprocal; what is below 1e-19 counts as 1e-19 down to where it vanishes."""
     a_side = 1.0 + tl.minimum(tl.exp2(a_gate * -LOG2E), LARGEST)
     x_side = 1.0 + tl.minimum(tl.exp2(x_gate * -LOG2E), LARGEST)
     root = tl.rsqrt(a_side * x_side)
     both = root * root
-    return tl.where(a_gate < -43.0, 0.0, both * x_side), both * a_side
+    return tl.where(a_gate < VANISHED, 0.0, both * x_side), both * a_side
 
 
 @triton.jit
 def decay(a_gate, rate):
     """a = exp(−rate σ(a_gate)) alone."""
     root = tl.rsqrt(1.0 + tl.minimum(tl.exp2(a_gate * -LOG2E), LARGEST))
-    return tl.exp2(tl.where(a_gate < -43.0, 0.0, root * root) * rate * -LOG2E)
+    return tl.exp2(tl.where(a_gate < VANISHED, 0.0, root * root) * rate * -LOG2E)
 
 
 @triton.jit

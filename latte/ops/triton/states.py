@@ -2,14 +2,14 @@
 
 Three launches: every piece of tiles is walked by itself, leaving the state before each tile relative to the piece's
 start; the pieces' own states are merged, one program per latent, in one matrix product whose factors exp(Z_j − Z_i) are
-at most 1; the states after each sequence are put together. `load_before` merges the first two where they are used.
+at most 1; then both are put together, tile by tile, and tiles in which a normaliser leaps are noted.
 """
 
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import MINUS_INF, decay, finite, is_wild, key_range, log_add, safe_log
-from latte.ops.triton.tiles import ends_of, given, locate, sequence_of
+from latte.ops.triton.latents import MINUS_INF, decay, exp, finite, inverse_or_zero, is_wild, key_range, log_add, safe_log
+from latte.ops.triton.tiles import given, locate, sequence_of
 
 
 @triton.jit
@@ -72,10 +72,10 @@ def walk_kernel(
         tl.store(stats + 2 * NUM, lowest, mask=given(exists, inside_l))
 
         reference = finite(tl.maximum(norm, peak))
-        e = tl.exp(keys - reference[None, :])
-        kept = tl.exp(norm - reference)
+        e = exp(keys - reference[None, :])
+        kept = exp(norm - reference)
         total = kept + tl.sum(e, 0)
-        scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+        scale = inverse_or_zero(total)
         share = tl.trans(e * scale[None, :]).to(values.dtype)
         mean = (kept * scale)[:, None] * mean + tl.dot(share, values, input_precision=PRECISION)
         norm = reference + safe_log(total)
@@ -118,15 +118,15 @@ def piece_scan_kernel(
         handed = tl.load(first_norm + handed_at).to(tl.float32)
         peak = tl.maximum(peak, handed)
     peak = finite(peak)
-    weights = tl.exp(seen - peak[:, None])
+    weights = exp(seen - peak[:, None])
     total = tl.sum(weights, 1)
     if GIVEN:
-        total += tl.exp(handed - peak)
-    scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+        total += exp(handed - peak)
+    scale = inverse_or_zero(total)
     merged = tl.dot(weights * scale[:, None], mean, input_precision=PRECISION)
     if GIVEN:
         handed_mean = tl.load(mean_rows(first_mean, handed_at, d, WIDTH), mask=(d < WIDTH)[None, :], other=0.0)
-        merged += (tl.exp(handed - peak) * scale)[:, None] * handed_mean.to(tl.float32)
+        merged += (exp(handed - peak) * scale)[:, None] * handed_mean.to(tl.float32)
     tl.store(start_norm + index, peak + safe_log(total), mask=exists)
     tl.store(mean_rows(start_mean, index, d, WIDTH), merged, mask=inside)
 
@@ -156,91 +156,61 @@ def load_carried(
 
 
 @triton.jit
-def load_before(
-    tile_norm, tile_mean, start_norm, start_mean, first_norm, first_mean, row, tile, sequence, l, d, table, per_row,
-    per_piece, pieces, head,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr,
+def merge_kernel(
+    tile_norm, tile_mean, tile_keys, start_norm, start_mean, first_norm, first_mean, last_norm, last_mean, wild, table,
+    per_row, per_piece, pieces,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr,
+    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The state before a tile: Z [L] and M [L D] in float32."""
+    """In place, states relative to their piece become whole: before each tile, and after each sequence.
+
+    The first of a tile's three key statistics becomes its reference m; wild says whether any tile is, then each one.
+    """
+    index, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, tile = (index // per_row).to(tl.int64), index % per_row
+    sequence = sequence_of(tile, row, table, per_row, PACKED)
+    l = block * BL + tl.arange(0, BL)
+    d = tl.arange(0, BD)
+    inside_l, inside = l < NUM, (l < NUM)[:, None] & (d < WIDTH)[None, :]
     anchor = (tile // per_piece) * per_piece
     carried, carried_mean = load_carried(
         start_norm, start_mean, first_norm, first_mean, row, tile, sequence, anchor, l, d, table, per_row, per_piece,
         pieces, head, HEADS, NUM, WIDTH, PACKED, GIVEN,
     )  # fmt: skip
-    index = (((row * per_row + tile) * HEADS + head) * NUM + l).to(tl.int64)
-    own = tl.load(tile_norm + index, mask=l < NUM, other=MINUS_INF)
-    inside = (l < NUM)[:, None] & (d < WIDTH)[None, :]
-    own_mean = tl.load(mean_rows(tile_mean, index, d, WIDTH), mask=inside, other=0.0).to(tl.float32)
+    at = (index.to(tl.int64) * HEADS + head) * NUM + l
+    norm = merge_into(tile_norm, tile_mean, at, carried, carried_mean, l, d, inside_l, inside, WIDTH)
+    stats = tile_keys + (index.to(tl.int64) * HEADS + head) * (3 * NUM) + l
+    peak = tl.load(stats, mask=inside_l, other=MINUS_INF)
+    first = tl.load(stats + NUM, mask=inside_l, other=MINUS_INF)
+    lowest = tl.load(stats + 2 * NUM, mask=inside_l, other=float("inf"))
+    leaps = is_wild(norm, peak, first, lowest)
+    tl.store(wild + 1 + (index * HEADS + head) * BLOCKS + block, leaps.to(tl.int32))
+    if leaps:
+        tl.store(wild, 1)
+    tl.debug_barrier()  # what is overwritten has been read by all
+    tl.store(stats, finite(tl.maximum(norm, peak)), mask=inside_l)
+    if (sequence >= 0) & (sequence_of(tile + 1, row, table, per_row, PACKED) != sequence):
+        last = (sequence.to(tl.int64) * HEADS + head) * NUM + l
+        merge_into(last_norm, last_mean, last, carried, carried_mean, l, d, inside_l, inside, WIDTH)
+
+
+@triton.jit
+def merge_into(norms, means, at, carried, carried_mean, l, d, inside_l, inside, WIDTH: tl.constexpr):
+    """Merge a carried state into the stored one; returns its normaliser."""
+    own = tl.load(norms + at, mask=inside_l, other=MINUS_INF)
+    own_mean = tl.load(mean_rows(means, at, d, WIDTH), mask=inside, other=0.0).to(tl.float32)
     norm = log_add(carried, own)
     mean = decay(carried, norm)[:, None] * carried_mean + decay(own, norm)[:, None] * own_mean
-    return norm, mean
+    tl.debug_barrier()  # what is overwritten has been read by all
+    tl.store(norms + at, norm, mask=inside_l)
+    tl.store(mean_rows(means, at, d, WIDTH), mean.to(means.dtype.element_ty), mask=inside)
+    return norm
 
 
 @triton.jit
-def norm_before(
-    tile_norm, start_norm, first_norm, row, tile, sequence, l, table, per_row, per_piece, pieces, head,
-    HEADS: tl.constexpr, NUM: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr,
-):  # fmt: skip
-    """Z [L] before a tile: `load_before` without the means."""
-    index = (((row * pieces + tile // per_piece) * HEADS + head) * NUM + l).to(tl.int64)
-    carried = tl.load(start_norm + index, mask=l < NUM, other=MINUS_INF)
-    if PACKED:
-        same = sequence_of((tile // per_piece) * per_piece, row, table, per_row, PACKED) == sequence
-        own_start = tl.full(carried.shape, MINUS_INF, tl.float32)
-        if GIVEN:
-            at = (tl.maximum(sequence, 0).to(tl.int64) * HEADS + head) * NUM + l
-            own_start = tl.load(first_norm + at, mask=l < NUM, other=MINUS_INF).to(tl.float32)
-        carried = tl.where(same, carried, own_start)
-    index = (((row * per_row + tile) * HEADS + head) * NUM + l).to(tl.int64)
-    return log_add(carried, tl.load(tile_norm + index, mask=l < NUM, other=MINUS_INF))
-
-
-@triton.jit
-def tile_is_wild(
-    tile_norm, tile_keys, start_norm, first_norm, row, tile, sequence, table, per_row, per_piece, pieces, head,
-    HEADS: tl.constexpr, NUM: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
-    GIVEN: tl.constexpr,
-):  # fmt: skip
-    """Whether a normaliser of any latent leaps inside a tile."""
-    wild = tile < 0
+def count_wild(wild, index, head, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
+    """How many of a tile's blocks of latents are wild."""
+    count = 0
     for block in tl.static_range(BLOCKS):
-        l = block * BL + tl.arange(0, BL)
-        before = norm_before(
-            tile_norm, start_norm, first_norm, row, tile, sequence, l, table, per_row, per_piece, pieces, head, HEADS,
-            NUM, PACKED, GIVEN,
-        )  # fmt: skip
-        stats = tile_keys + ((row * per_row + tile).to(tl.int64) * HEADS + head) * (3 * NUM) + l
-        peak = tl.load(stats, mask=l < NUM, other=MINUS_INF)
-        first = tl.load(stats + NUM, mask=l < NUM, other=MINUS_INF)
-        lowest = tl.load(stats + 2 * NUM, mask=l < NUM, other=float("inf"))
-        wild = wild | is_wild(before, peak, first, lowest)
-    return wild
-
-
-@triton.jit
-def finish_kernel(
-    last_norm, last_mean, start_norm, start_mean, first_norm, first_mean, table, ends, sequences, per_row, per_piece,
-    pieces,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, GIVEN: tl.constexpr,
-):  # fmt: skip
-    """In place, the state a sequence gathered in its last piece becomes its state; an empty one keeps what it had."""
-    sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, _, tile = ends_of(sequence, ends, sequences, per_row, PACKED)
-    l = block * BL + tl.arange(0, BL)
-    d = tl.arange(0, BD)
-    if tile >= 0:
-        anchor = (tile // per_piece) * per_piece
-        carried, carried_mean = load_carried(
-            start_norm, start_mean, first_norm, first_mean, row, tile, sequence, anchor, l, d, table, per_row,
-            per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, GIVEN,
-        )  # fmt: skip
-        index = (sequence.to(tl.int64) * HEADS + head) * NUM + l
-        inside = (l < NUM)[:, None] & (d < WIDTH)[None, :]
-        own = tl.load(last_norm + index, mask=l < NUM, other=MINUS_INF)
-        own_mean = tl.load(mean_rows(last_mean, index, d, WIDTH), mask=inside, other=0.0)
-        norm = log_add(carried, own)
-        mean = decay(carried, norm)[:, None] * carried_mean + decay(own, norm)[:, None] * own_mean
-        tl.debug_barrier()  # what is overwritten has been read by all
-        tl.store(last_norm + index, norm, mask=l < NUM)
-        tl.store(mean_rows(last_mean, index, d, WIDTH), mean, mask=inside)
+        count += tl.load(wild + 1 + (index * HEADS + head) * BLOCKS + block)
+    return count

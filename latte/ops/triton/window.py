@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import MINUS_INF
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from latte.ops.triton.latents import LOG2_E, MINUS_INF, exp
 
 
 @triton.jit
@@ -24,10 +22,12 @@ def sequence_span(sequence, bounds, tokens, slots, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, t, token_stride, real, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
-    """Rows t of a head, [C B]; what is not real is not read and gives 0. FULL says that every row is real."""
+def load_rows(
+    x, begin, token_stride, real, C: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr
+):
+    """C rows of a head from token `begin` on, [C B]; what is not real is not read and gives 0. FULL: all are."""
     column = tl.arange(0, B)
-    at = x + t.to(tl.int64)[:, None] * token_stride + column[None, :]
+    at = x + begin.to(tl.int64) * token_stride + (tl.arange(0, C)[:, None] * token_stride + column[None, :])
     if FULL and WIDTH == B:
         rows = tl.load(at)
     elif FULL:
@@ -40,10 +40,12 @@ def load_rows(x, t, token_stride, real, WIDTH: tl.constexpr, B: tl.constexpr, FU
 
 
 @triton.jit
-def store_rows(x, rows, t, token_stride, inside, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
-    """Write rows [C B] of a head to tokens t where inside."""
+def store_rows(
+    x, rows, begin, token_stride, inside, C: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr
+):
+    """Write rows [C B] of a head from token `begin` on where inside."""
     column = tl.arange(0, B)
-    at = x + t.to(tl.int64)[:, None] * token_stride + column[None, :]
+    at = x + begin.to(tl.int64) * token_stride + (tl.arange(0, C)[:, None] * token_stride + column[None, :])
     rows = rows.to(x.dtype.element_ty)
     if FULL and WIDTH == B:
         tl.store(at, rows)
@@ -75,7 +77,7 @@ def in_window(t, s, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    return 1.0 - 2.0 / (exp(2.0 * x) + 1.0)
 
 
 @triton.jit

@@ -1,0 +1,86 @@
+"""How time is taken: the host's clock on a CPU, events and graph replays on a GPU."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+Step = Callable[[], object]
+
+WARM_UP = 1.0  # a first call shorter than this only warms up; a longer one counts
+PATIENCE = 30.0  # seconds after which a step is not repeated any more
+LONG = 20.0  # milliseconds beyond which gaps between launches do not show
+
+
+def seconds(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def interleave(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, taken in turns, so that a busy moment of the machine hits all alike."""
+    times: dict[str, list[float]] = {}
+    for name, step in steps.items():
+        taken = seconds(step)
+        times[name] = [taken] if taken > WARM_UP else []
+    for _ in range(rounds):
+        for name, step in steps.items():
+            if sum(times[name]) < PATIENCE:
+                times[name].append(seconds(step))
+    return times
+
+
+def compare(first: Step, second: Step, repeats: int) -> tuple[float, float]:
+    """Median seconds of two short steps that alternate, each going first every other time."""
+    times: dict[Step, list[float]] = {first: [], second: []}
+    for _ in range(10):
+        first(), second()
+    for repeat in range(repeats):
+        for step in (first, second) if repeat % 2 else (second, first):
+            times[step].append(seconds(step))
+    return median(times[first]), median(times[second])
+
+
+class Times(NamedTuple):
+    """Milliseconds of one step on a GPU."""
+
+    wall: float  # launched one by one, as a program does: gaps in which the GPU waits for the host included
+    device: float | None  # replayed from a CUDA graph: the GPU's work alone
+    note: str = ""
+
+
+class GPUClock:
+    """Medians by triton.testing; `warmup` and `rep` are milliseconds of repetition."""
+
+    def __init__(self, warmup: float, rep: float) -> None:
+        self.warmup, self.rep = warmup, rep
+
+    def time(self, step: Step) -> Times:
+        from triton import testing
+
+        wall: Any = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")  # pyright: ignore
+        if wall > LONG:
+            return Times(wall, wall, f"longer than {LONG:g} ms, so no graph was taken")
+        try:
+            device: Any = testing.do_bench_cudagraph(step, rep=max(self.rep / 2, 1), return_mode="median")  # pyright: ignore
+        except Exception as error:  # noqa: BLE001 - whatever a contender does in a capture is worth a note, no more
+            return Times(wall, None, f"no CUDA graph: {reason(error)}")
+        return Times(wall, device)
+
+
+def reason(error: BaseException) -> str:
+    """An error as one short line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]
+
+
+def copy_bandwidth(size: int = 2**30) -> float:
+    """Bytes per second of a copy on the GPU, read and written: the most that memory gives."""
+    import torch
+    from triton import testing
+
+    source = torch.randn(size // 2, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    milliseconds: Any = testing.do_bench(lambda: target.copy_(source), warmup=20, rep=100, return_mode="median")
+    return 2 * size / (milliseconds / 1e3)
