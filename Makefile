@@ -18,7 +18,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)
@@ -48,6 +48,7 @@ bench: $(INSTALLED) ## Measure the ops beside PyTorch's softmax attention
 	$(BIN)/latte bench ops
 
 docs: $(INSTALLED_DOCS) ## Build the documentation into site/
+	$(BIN)/python benchmarks/docs.py
 	$(BIN)/mkdocs build --strict
 
 format: $(INSTALLED) ## Format the code and fix what the linter can

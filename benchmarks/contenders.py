@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +63,8 @@ class Contender:
     def inputs(self, sizes: Sizes, dtype: torch.dtype, device: str) -> list[Tensor]:
         return [x.requires_grad_() for x in self.draw(Draw(sizes, dtype, device))]
 
-    def step(self, sizes: Sizes, dtype: torch.dtype, device: str, *, backward: bool) -> Callable[[], object]:
+    def step(self, inputs: list[Tensor], sizes: Sizes, *, backward: bool) -> Callable[[], object]:
         """A function that does the work once."""
-        inputs = self.inputs(sizes, dtype, device)
 
         def forward() -> object:
             with torch.no_grad():
@@ -131,15 +130,16 @@ def heads_first(draw: Draw) -> list[Tensor]:
 
 def run_softmax(inputs: list[Tensor], sizes: Sizes) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        q, k, v = inputs
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def band(tokens: int, window: int, device: str, block: int = 128) -> BlockMask:
     """The window as a block mask, made from the blocks it touches: a T × T mask would not fit for long sequences."""
     if tokens % block:

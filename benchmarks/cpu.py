@@ -11,11 +11,10 @@ import torch
 from benchmarks import fresh
 from benchmarks.contenders import FLEX, LATTE, LOOP, MACCHIATO, PASSES, RGLRU, SOFTMAX, WINDOW, Contender, Sizes, first
 from benchmarks.correctness import check
-from benchmarks.rows import Cell, Report, Row, Target, judged_row
+from benchmarks.rows import Cell, Report, Row, Target, judged_row, show
 from benchmarks.timing import compare, interleave, reason
 
 TIMES, TARGETS, CHECKS = "Time per token", "Targets", "Correctness"
-THREADS = 2
 SPEED_UPS = {
     ("Latte", "forward"): 15.0,
     ("Latte", "forward+backward"): 10.0,
@@ -34,26 +33,30 @@ class Plan:
     recurrence: int = 4096
     contexts: tuple[int, int] = (1024, 65536)
     steps: int = 2000
-    memory: Sequence[tuple[str, int]] = (
-        ("forward", 16384),
-        ("forward+backward", 16384),
-        ("forward+backward", 65536),
+    memory: Sequence[tuple[Contender, str, int]] = tuple(
+        (contender, what, tokens)
+        for contender in (LATTE, MACCHIATO)
+        for what, tokens in (("forward", 16384), ("forward+backward", 16384), ("forward+backward", 65536))
     )
     flex: bool = True
+    threads: int = 2
     judged: bool = True
 
 
 FULL = Plan()
-QUICK = Plan((512, 2048), 2048, 1, 512, (128, 1024), 50, (("forward+backward", 2048),), flex=False, judged=False)
+QUICK = Plan(
+    lengths=(256, 1024, 2048), softmax_up_to=1024, rounds=1, recurrence=512, contexts=(64, 512), steps=20,
+    memory=((MACCHIATO, "forward+backward", 2048),), flex=False, threads=min(2, torch.get_num_threads()), judged=False,
+)  # fmt: skip
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> Report:
     sizes = Sizes(1, plan.softmax_up_to)
     report = Report({
-        "dtype": "float32", "threads": THREADS, "heads": sizes.heads, "head_dim": sizes.head_dim,
+        "dtype": "float32", "threads": plan.threads, "heads": sizes.heads, "head_dim": sizes.head_dim,
         "latents": sizes.latents, "window": sizes.window, "width": sizes.width,
     })  # fmt: skip
-    with threads(THREADS):
+    with threads(plan.threads):
         report.rows += check_all(progress)
         times = time_lengths(plan, progress)
         report.rows += times
@@ -89,18 +92,17 @@ def time_lengths(plan: Plan, progress: Callable[[str], None]) -> list[Row]:
     for tokens, what in itertools.product(plan.lengths, PASSES):
         progress(f"{what}, {tokens:,} tokens")
         contenders = [LATTE, MACCHIATO, WINDOW, *([SOFTMAX] if tokens <= plan.softmax_up_to else [])]
-        flex = tokens == plan.softmax_up_to
-        steps = {c.by if c is SOFTMAX else c.op: step(c, tokens, what) for c in contenders}
-        by_name = {c.by if c is SOFTMAX else c.op: c for c in contenders}
-        for name, taken in interleave(steps, plan.rounds).items():
-            rows.append(time_row(by_name[name], what, tokens, taken))
-        if flex:
+        taken = interleave({contender: step(contender, tokens, what) for contender in contenders}, plan.rounds)
+        rows += [time_row(contender, what, tokens, times) for contender, times in taken.items()]
+        if tokens == plan.softmax_up_to:
             rows.append(flex_row(plan, what, tokens))
     return rows
 
 
 def step(contender: Contender, tokens: int, what: str) -> Callable[[], object]:
-    return contender.step(Sizes(1, tokens), torch.float32, "cpu", backward=what == "forward+backward")
+    sizes = Sizes(1, tokens)
+    inputs = contender.inputs(sizes, torch.float32, "cpu")
+    return contender.step(inputs, sizes, backward=what == "forward+backward")
 
 
 def time_row(contender: Contender, what: str, tokens: int, taken: Sequence[float]) -> Row:
@@ -116,7 +118,7 @@ def flex_row(plan: Plan, what: str, tokens: int) -> Row:
         return Row(TIMES, cells, status="skipped", note="left out: compiling it takes longer than a quick look")
     try:
         taken = interleave({FLEX.by: step(FLEX, tokens, what)}, plan.rounds)[FLEX.by]
-    except Exception as error:  # noqa: BLE001 - no compiler, no backward on a CPU: whatever it is, the table says it
+    except Exception as error:  # no compiler, no backward on a CPU: whatever it is, the table says it
         return Row(TIMES, cells, status="skipped", note=reason(error))
     return time_row(FLEX, what, tokens, taken)
 
@@ -147,29 +149,28 @@ def target_row(what: str, value: float, target: Target, note: str = "") -> Row:
 def recurrence(plan: Plan, progress: Callable[[str], None]) -> Iterator[Row]:
     for what in PASSES:
         progress(f"RG-LRU beside a Python loop, {what}")
-        steps = {contender.by: step(contender, plan.recurrence, what) for contender in (RGLRU, LOOP)}
-        taken = {name: median(times) for name, times in interleave(steps, max(plan.rounds, 3)).items()}
-        ratio = taken[LOOP.by] / taken[RGLRU.by]
+        steps = {contender: step(contender, plan.recurrence, what) for contender in (RGLRU, LOOP)}
+        ours, loop = (median(times) for times in interleave(steps, max(plan.rounds, 3)).values())
         yield target_row(
             f"RG-LRU, {what}: times faster than a Python loop, {plan.recurrence:,} tokens",
-            ratio,
+            loop / ours,
             Target(3.0, at_least=True, unit="×", judged=plan.judged),
-            f"{1e3 * taken[RGLRU.by]:.3g} ms against {1e3 * taken[LOOP.by]:.3g} ms",
+            f"{show(1e3 * ours)} ms against {show(1e3 * loop)} ms",
         )
 
 
 def steps(plan: Plan, progress: Callable[[str], None]) -> Iterator[Row]:
     """One token after a short and after a long context."""
     for contender in (LATTE, MACCHIATO):
-        progress(f"{contender.op} step after {plan.contexts[1]:,} tokens")
+        few, many = plan.contexts
+        progress(f"{contender.op} step after {many:,} tokens")
         with torch.no_grad():
-            calls = [one_token(contender, context) for context in plan.contexts]
-            short, long = compare(calls[0], calls[1], plan.steps)
+            short, long = compare(one_token(contender, few), one_token(contender, many), plan.steps)
         yield target_row(
-            f"{contender.op}: cost of a one-token step, {plan.contexts[1]:,} tokens of context over {plan.contexts[0]:,}",
+            f"{contender.op}: cost of a one-token step after {many:,} tokens over that after {few:,}",
             long / short,
             Target(1.1, unit="×", judged=plan.judged),
-            f"{1e6 * long:.3g} µs against {1e6 * short:.3g} µs",
+            f"{show(1e6 * long)} µs against {show(1e6 * short)} µs",
         )
 
 
@@ -182,7 +183,7 @@ def one_token(contender: Contender, context: int) -> Callable[[], object]:
 
 
 def memory(plan: Plan, progress: Callable[[str], None]) -> Iterator[Row]:
-    for contender, (what, tokens) in itertools.product((LATTE, MACCHIATO), plan.memory):
+    for contender, what, tokens in plan.memory:
         progress(f"memory of {contender.op}, {what}, {tokens:,} tokens, in a fresh process")
         name = f"{contender.op}, {what}: peak memory beyond the inputs over inputs and output, {tokens:,} tokens"
         target = Target(3.0, unit="×", judged=plan.judged)

@@ -2,10 +2,12 @@
 
     python -m benchmarks.fresh memory Latte forward 16384
     python -m benchmarks.fresh first-call
+    python -m benchmarks.fresh warm ours|flex
 
 Each prints one JSON document.
 """
 
+import itertools
 import json
 import os
 import re
@@ -51,8 +53,8 @@ def peak_memory(op: str, what: str, tokens: int, threads: int = 2) -> dict[str, 
     torch.set_num_threads(threads)
     (contender,) = [ours for ours in OURS if ours.op == op]
     backward = what == "forward+backward"
-    contender.step(Sizes(1, 128), torch.float32, "cpu", backward=backward)()  # libraries load, threads start
-    sizes = Sizes(1, tokens)
+    small, sizes = Sizes(1, 128), Sizes(1, tokens)
+    contender.step(contender.inputs(small, torch.float32, "cpu"), small, backward=backward)()  # libraries load
     inputs = contender.inputs(sizes, torch.float32, "cpu")
     dy = torch.randn(1, tokens, sizes.heads, sizes.head_dim)  # as large as y
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
@@ -86,12 +88,31 @@ def first_calls() -> dict[str, dict[str, float]]:
     return waits
 
 
+def warm(what: str) -> dict[str, int]:
+    """Compile what is timed later besides the first calls: our kernels for other head widths, or FlexAttention."""
+    import torch
+
+    from benchmarks.contenders import FLEX, LATTE, MACCHIATO, WINDOW
+    from benchmarks.gpu_suite import FULL
+
+    ours = what == "ours"
+    contenders, shapes = ((LATTE, MACCHIATO, WINDOW), FULL.more_shapes) if ours else ((FLEX,), FULL.shapes)
+    for contender, shape in itertools.product(contenders, shapes):
+        inputs = contender.inputs(shape, torch.bfloat16, "cuda")
+        for backward in (False, True):
+            contender.step(inputs, shape, backward=backward)()
+    torch.cuda.synchronize()
+    return {"compiled": len(contenders) * len(shapes)}
+
+
 def main(arguments: list[str]) -> None:
     match arguments:
         case ["memory", op, what, tokens]:
             print(json.dumps(peak_memory(op, what, int(tokens))))
         case ["first-call"]:
             print(json.dumps(first_calls()))
+        case ["warm", "ours" | "flex" as what]:
+            print(json.dumps(warm(what)))
         case _:
             raise SystemExit(f"not understood: {' '.join(arguments)}")
 

@@ -68,9 +68,9 @@ def run(device: str, quick: bool):
         return cpu.measure(cpu.QUICK if quick else cpu.FULL, progress)
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no CUDA device on this machine; use --device cpu")
-    from benchmarks import gpu
+    from benchmarks import gpu, gpu_suite
 
-    return gpu.measure(gpu.QUICK if quick else gpu.FULL, progress)
+    return gpu.measure(gpu_suite.QUICK if quick else gpu_suite.FULL, progress)
 
 
 def progress(step: str) -> None:

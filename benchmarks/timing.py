@@ -1,10 +1,11 @@
 """How time is taken: the host's clock on a CPU, events and graph replays on a GPU."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+Key = TypeVar("Key", bound=Hashable)
 Step = Callable[[], object]
 
 WARM_UP = 1.0  # a first call shorter than this only warms up; a longer one counts
@@ -18,9 +19,9 @@ def seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def interleave(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+def interleave(steps: Mapping[Key, Step], rounds: int) -> dict[Key, list[float]]:
     """Seconds of each step, taken in turns, so that a busy moment of the machine hits all alike."""
-    times: dict[str, list[float]] = {}
+    times: dict[Key, list[float]] = {}
     for name, step in steps.items():
         taken = seconds(step)
         times[name] = [taken] if taken > WARM_UP else []
@@ -34,8 +35,8 @@ def interleave(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]
 def compare(first: Step, second: Step, repeats: int) -> tuple[float, float]:
     """Median seconds of two short steps that alternate, each going first every other time."""
     times: dict[Step, list[float]] = {first: [], second: []}
-    for _ in range(10):
-        first(), second()
+    for step in (first, second) * 10:
+        step()
     for repeat in range(repeats):
         for step in (first, second) if repeat % 2 else (second, first):
             times[step].append(seconds(step))
@@ -53,18 +54,18 @@ class Times(NamedTuple):
 class GPUClock:
     """Medians by triton.testing; `warmup` and `rep` are milliseconds of repetition."""
 
-    def __init__(self, warmup: float, rep: float) -> None:
+    def __init__(self, warmup: int, rep: int) -> None:
         self.warmup, self.rep = warmup, rep
 
     def time(self, step: Step) -> Times:
         from triton import testing
 
-        wall: Any = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")  # pyright: ignore
+        wall: Any = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")
         if wall > LONG:
             return Times(wall, wall, f"longer than {LONG:g} ms, so no graph was taken")
         try:
-            device: Any = testing.do_bench_cudagraph(step, rep=max(self.rep / 2, 1), return_mode="median")  # pyright: ignore
-        except Exception as error:  # noqa: BLE001 - whatever a contender does in a capture is worth a note, no more
+            device: Any = testing.do_bench_cudagraph(step, rep=max(self.rep // 2, 1), return_mode="median")
+        except Exception as error:  # whatever a contender does in a capture is worth a note, no more
             return Times(wall, None, f"no CUDA graph: {reason(error)}")
         return Times(wall, device)
 

@@ -5,6 +5,8 @@ token oracle. Each takes and returns an explicit state, so a sequence may be cut
 """
 
 from latte.ops.attention import latte_attention, linear_attention, macchiato_attention, window_attention
+from latte.ops.convolution import short_conv
+from latte.ops.recurrence import rglru
 from latte.ops.states import (
     LatteOutput,
     LatteState,
@@ -32,5 +34,7 @@ __all__ = [
     "latte_attention",
     "linear_attention",
     "macchiato_attention",
+    "rglru",
+    "short_conv",
     "window_attention",
 ]

@@ -23,7 +23,7 @@ def rglru(
 
     The first token of a sequence has no decay: h = σ(x_gate) x. At masked positions (`mask` False) h is carried on
     and y = 0. The state is h after the last token, −inf where no token was seen yet; packed sequences (`cu_seqlens`,
-    B = 1) have one each. Near a = 1 the gradient of sqrt(1 − a²) is clipped to 1000. y has x's dtype; float16 saturates.
+    B = 1) have one each. The derivative of sqrt at 1 − a² is clipped to 1000. y has x's dtype; float16 saturates.
     """
     checks.check_shape("x", x, "B T W", (None,) * 3)
     checks.check_positive("x", x.shape[2], "W")

@@ -15,7 +15,7 @@ B, W, K = 2, 7, 3  # distinct primes: a swapped axis cannot pass
 LENGTHS = [0, 1, 2, 3, 63, 64, 65, 131]  # around the taps and around segments of 16
 
 
-@pytest.fixture(params=[2**19, 1], ids=["one segment", "segments of 16"], autouse=True)
+@pytest.fixture(params=[2**19, 1], ids=["one segment", "segments of 16"])
 def segment(request, monkeypatch):
     monkeypatch.setattr(segments, "CPU_SEGMENT", request.param)
 
@@ -63,6 +63,7 @@ def test_reference_is_the_convolution_of_pytorch():
     assert_close(state, x[:, -(K - 1) :])
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("continued", [False, True])
@@ -74,6 +75,7 @@ def test_matches_reference(length, masked, continued):
     )
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("taps", [1, 2, 5, 17])
 @pytest.mark.parametrize("length", [1, 4, 40])
 def test_any_number_of_taps(taps, length):
@@ -82,6 +84,7 @@ def test_any_number_of_taps(taps, length):
     assert_matches((x, weight, None))
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("cu_seqlens", [[0, 5, 5, 21], [0, 0, 1, 2], [0, 40, 71, 131], [0, 0, 0, 0]])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("continued", [False, True])
@@ -95,6 +98,7 @@ def test_packed_matches_reference(cu_seqlens, masked, continued):
     )
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradcheck(packed):
     inputs = make_inputs(19, batch=1)
@@ -153,6 +157,7 @@ def test_empty_batch(backend):
     assert state.shape == (0, K - 1, W)
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("contents", [torch.nan, torch.inf, 1e4])
 def test_masked_contents_do_not_matter(backend, contents):
@@ -168,6 +173,7 @@ def test_masked_contents_do_not_matter(backend, contents):
     assert (actual.y[~mask] == 0).all()
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
     inputs = make_inputs(131, dtype=dtype)
@@ -233,6 +239,7 @@ def test_compiles_whole_with_any_length():
         assert_close(gradients(actual, leaves), gradients(expected, leaves))
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("packed", [False, True])
 def test_operators_are_well_formed(packed):
     from latte.ops.torch.convolution import short_conv_forward

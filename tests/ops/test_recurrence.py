@@ -18,7 +18,7 @@ B, W, N = 2, 7, 3  # distinct primes: a swapped axis cannot pass
 LENGTHS = [0, 1, 2, 63, 64, 65, 131]  # around a chunk and around four segments of 16
 
 
-@pytest.fixture(params=[2**19, 1], ids=["one segment", "segments of 16"], autouse=True)
+@pytest.fixture(params=[2**19, 1], ids=["one segment", "segments of 16"])
 def segment(request, monkeypatch):
     monkeypatch.setattr(segments, "CPU_SEGMENT", request.param)
 
@@ -74,6 +74,7 @@ def test_reference_is_the_formula():
         assert state[0, w].item() == pytest.approx(second, rel=1e-9)
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("continued", [False, True])
@@ -85,6 +86,7 @@ def test_matches_reference(length, masked, continued):
     )
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("cu_seqlens", [[0, 5, 5, 21], [0, 0, 1, 2], [0, 40, 71, 131], [0, 0, 0, 0]])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("continued", [False, True])
@@ -98,6 +100,7 @@ def test_packed_matches_reference(cu_seqlens, masked, continued):
     )
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradcheck(packed):
     inputs = make_inputs(21, batch=1, scale=1.0)
@@ -168,6 +171,7 @@ def test_empty_batch(backend):
     assert state.shape == (0, W)
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("contents", [torch.nan, torch.inf, 1e4])
 def test_masked_contents_do_not_matter(backend, contents):
@@ -209,6 +213,7 @@ def assert_near(actual, expected, grads, exact_grads, dtype):
         assert (got.double() - right).abs().max() <= 100 * eps * right.abs().max() + 1e-6
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
     inputs = make_inputs(131, dtype=dtype)
@@ -291,6 +296,7 @@ def test_compiles_whole_with_any_length():
         assert_close(*(gradients(RGLRUOutput(*pair), leaves) for pair in (actual, expected)))
 
 
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("packed", [False, True])
 def test_operators_are_well_formed(packed):
     from latte.ops.torch.recurrence import rglru_forward

@@ -6,7 +6,7 @@ from torch import Tensor
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
-from latte.ops.triton.forward import output_kernel
+from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.past import lay_past, lift_past
 
 MAX_WIDTH = 256
@@ -41,7 +41,7 @@ def attend(
         window_q, scale = (-window_q, -scale) if scale < 0 else (torch.zeros_like(window_q), 1.0)
     keys, values, valid = (None, None, None) if past is None else past
     log_norm, mean = (None, None) if latents is None else latents
-    # Eager calls take the lighter path around the same functions: a custom operation costs the host as much as a launch.
+    # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
     run = mixture_forward if torch.compiler.is_compiling() else Mixture.apply
     y, log_norm, mean, *_ = run(
         q, k, v, window_q, window_k, mask, log_norm, mean, keys, values, valid, cu_seqlens,
@@ -89,10 +89,10 @@ def _backward(
     """Gradients of DIFFERENTIABLE, None for absent inputs; kept is what `_forward` gave after y."""
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
     call = launch.Call(_inputs(*tensors), launch.Options(*options))
-    last, last_mean, *before, lse = kept
+    last, last_mean, norm, means, keys, wild, lse = kept
     into = states = None
     if k is not None:
-        states = launch.States(*before, last, last_mean)
+        states = launch.States(norm, means, keys, wild, last, last_mean)
         if dmean is None:
             carry, carry_h = torch.zeros_like(last_mean), torch.zeros_like(last)
         else:
@@ -131,15 +131,16 @@ class Mixture(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx, dy, dlog_norm, dmean, *_):
-        kept, tensors = ctx.saved_tensors[: 2 + KEPT], ctx.saved_tensors[2 + KEPT :]
+    def backward(ctx, *gradients):
+        dy, dlog_norm, dmean = gradients[:3]
+        saved = ctx.saved_tensors
+        kept, tensors = saved[: 2 + KEPT], saved[2 + KEPT :]
         if dy is None:
             dy = torch.zeros(_output_shape(*tensors[:4]), dtype=tensors[2].dtype, device=tensors[2].device)
         if tensors[1] is None:  # without latents the state is empty, and so are its gradients
             dlog_norm = dmean = None
-        if dmean is None and dlog_norm is not None:
-            dmean = torch.zeros_like(kept[1])
-        grads = dict(zip(DIFFERENTIABLE, _backward(dy, dlog_norm, dmean, kept, *tensors, *ctx.options), strict=True))
+        found = _backward(dy, dlog_norm, dmean, kept, *tensors, *ctx.options)
+        grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
         return (*(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
 
 
@@ -169,8 +170,8 @@ def mixture_forward(
 ) -> list[Tensor]:
     """y, the state after (log_norm, mean) and what backward keeps."""
     return list(_forward(
-        q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, window, scale,
-        softcap, undirected, causal,
+        q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, window,
+        scale, softcap, undirected, causal,
     ))  # fmt: skip
 
 
@@ -185,11 +186,11 @@ def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values,
     last, last_mean = call.empty(*state), call.empty(*state, call.width)
     if k is None:
         return [y, last, last_mean, *(call.empty(0) for _ in range(KEPT - 1)), lse]
-    tile = (tiles.count, *state[1:])
+    tile = (tiles.total, *state[1:])
     return [
         y, last, last_mean, call.empty(*tile), call.empty(*tile, call.width, dtype=v.dtype),
         call.empty(*tile[:2], 3, tile[2]),
-        call.empty(1 + tiles.count * form.heads * call.plan.shared["BLOCKS"], dtype=torch.int32), lse,
+        call.empty(1 + tiles.total * form.heads * call.plan.shared["BLOCKS"], dtype=torch.int32), lse,
     ]  # fmt: skip
 
 
@@ -219,8 +220,8 @@ def mixture_backward(
 ) -> list[Tensor]:
     """Gradients of DIFFERENTIABLE; an empty tensor stands for an absent input's."""
     grads = _backward(
-        dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid,
-        cu_seqlens, window, scale, softcap, undirected, causal,
+        dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values,
+        past_valid, cu_seqlens, window, scale, softcap, undirected, causal,
     )  # fmt: skip
     return [v.new_empty(0) if grad is None else grad for grad in grads]
 
@@ -237,11 +238,14 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grads):
-    kept, tensors = ctx.saved_tensors[: 2 + KEPT], ctx.saved_tensors[2 + KEPT :]
+    saved = ctx.saved_tensors
+    kept, tensors = saved[: 2 + KEPT], saved[2 + KEPT :]
     dy, dlog_norm, dmean = grads[0], *((None, None) if tensors[1] is None else grads[1:3])
     found = mixture_backward(dy, dlog_norm, dmean, list(kept), *tensors, *ctx.options)
     by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
-    by_input = [by_name[name] if name in by_name and x is not None else None for name, x in zip(TENSORS, tensors, strict=False)]
+    by_input = [
+        by_name[name] if name in by_name and x is not None else None for name, x in zip(TENSORS, tensors, strict=False)
+    ]
     return (*by_input, *(None for _ in range(1 + len(ctx.options))))
 
 
@@ -261,13 +265,13 @@ def _inputs(
         real = torch.ones(v.shape[:2], dtype=torch.bool, device=v.device) if mask is None else mask
         window_k, v = lay_past(past_keys, window_k, cu_seqlens), lay_past(past_values, v, cu_seqlens)
         mask = lay_past(past_valid, real, cu_seqlens)
-    q, k, v, window_q, window_k, mask, tokens_mask = (
-        None if x is None else _rows(x) for x in (q, k, v, window_q, window_k, mask, tokens_mask)
+    q, k, window_q, window_k, mask, tokens_mask = (
+        None if x is None else _rows(x) for x in (q, k, window_q, window_k, mask, tokens_mask)
     )
     if log_norm is not None:
         log_norm, mean = log_norm.float().contiguous(), mean.float().contiguous()
     return launch.Inputs(
-        q, k, v, window_q, window_k, mask, tokens_v, tokens_mask, log_norm, mean, cu_seqlens, slots
+        q, k, _rows(v), window_q, window_k, mask, tokens_v, tokens_mask, log_norm, mean, cu_seqlens, slots
     )
 
 

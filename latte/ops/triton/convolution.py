@@ -8,8 +8,8 @@ from torch import Tensor
 
 from latte.ops.packing import bounds, last_tokens
 from latte.ops.triton.call import launch, side_by_side
-from latte.ops.triton.convolution_kernels import backward_kernel, forward_kernel
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.kernels.convolution import backward_kernel, forward_kernel
 
 TILE, BLOCK = 16, 64
 MAX_TAPS = 16

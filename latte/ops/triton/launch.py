@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.triton.backward import key_grad_kernel, query_grad_kernel
-from latte.ops.triton.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
-from latte.ops.triton.forward import output_kernel
+from latte.ops.triton.kernels.backward import key_grad_kernel, query_grad_kernel
+from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
+from latte.ops.triton.kernels.forward import output_kernel
+from latte.ops.triton.kernels.states import merge_kernel, piece_scan_kernel, walk_kernel
 from latte.ops.triton.plan import Form, aligned, make_plan, pick
-from latte.ops.triton.states import merge_kernel, piece_scan_kernel, walk_kernel
 from latte.ops.triton.tiles import Tiles, lay_tiles
 
 SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED")
@@ -105,22 +105,26 @@ class Call:
 def tile_states(call: Call) -> States:
     """The latents' states before tiles, pieces and after sequences."""
     x, plan, tiles = call.inputs, call.plan, call.tiles
-    assert_latents(x)
+    if x.k is None:
+        raise ValueError("k is missing; only latents have states")
     heads, latents, width = call.form.heads, call.form.latents, call.width
     pieces = tiles.rows * tiles.pieces
-    tile_norm, tile_keys = call.empty(tiles.count, heads, latents), call.empty(tiles.count, heads, 3, latents)
-    tile_mean = call.empty(tiles.count, heads, latents, width, dtype=x.v.dtype)
+    tile_norm, tile_keys = call.empty(tiles.total, heads, latents), call.empty(tiles.total, heads, 3, latents)
+    tile_mean = call.empty(tiles.total, heads, latents, width, dtype=x.v.dtype)
     norms, means = call.empty(2, pieces, heads, latents), call.empty(2, pieces, heads, latents, width)
     piece_norm, start_norm = norms.unbind()
     piece_mean, start_mean = means.unbind()
     if x.first_norm is not None and x.first_mean is not None:
         last_norm, last_mean = x.first_norm.clone(), x.first_mean.clone()
-    elif tiles.table is not None or tiles.count == 0:  # some sequences may be empty
+    elif tiles.table is not None or tiles.total == 0:  # some sequences may be empty
         last_norm = call.empty(tiles.sequences, heads, latents).fill_(-torch.inf)
         last_mean = call.empty(tiles.sequences, heads, latents, width).zero_()
     else:
-        last_norm, last_mean = call.empty(tiles.sequences, heads, latents), call.empty(tiles.sequences, heads, latents, width)
-    wild = call.empty(1 + tiles.count * heads * plan.shared["BLOCKS"], dtype=torch.int32)
+        last_norm, last_mean = (
+            call.empty(tiles.sequences, heads, latents),
+            call.empty(tiles.sequences, heads, latents, width),
+        )
+    wild = call.empty(1 + tiles.total * heads * plan.shared["BLOCKS"], dtype=torch.int32)
     given = (x.first_norm, x.first_mean)
     shared, blocks = plan.shared, plan.shared["BLOCKS"]
     k, v, mask = x.k, x.tokens_v, x.tokens_mask
@@ -139,16 +143,11 @@ def tile_states(call: Call) -> States:
         call.aligned,
     )  # fmt: skip
     plan.launch(
-        "merge", merge_kernel, (tiles.count, heads, blocks),
+        "merge", merge_kernel, (tiles.total, heads, blocks),
         (tile_norm, tile_mean, tile_keys, start_norm, start_mean, *given, last_norm, last_mean, wild, tiles.table),
         call.spread, pick(shared, *SIZES, "BLOCKS", GIVEN=call.form.given, num_warps=2), call.aligned,
     )  # fmt: skip
     return States(tile_norm, tile_mean, tile_keys, wild, last_norm, last_mean)
-
-
-def assert_latents(x: Inputs) -> None:
-    if x.k is None or x.q is None:
-        raise ValueError("k or q is missing; only latents have states")
 
 
 def _lanes(tiles: Tiles) -> int:
@@ -168,7 +167,9 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     numbers = call.numbers()
     for name, wild in call.rounds("output"):
         constants = {**plan.shared, **plan.output, "WILD": wild}
-        plan.launch(name, output_kernel, (call.tiles.count * call.form.heads,), tensors, numbers, constants, call.aligned)
+        plan.launch(
+            name, output_kernel, (call.tiles.total * call.form.heads,), tensors, numbers, constants, call.aligned
+        )
     return y, lse
 
 
@@ -210,8 +211,8 @@ def gradients(
         own = call.empty(call.batch, call.tokens, heads, latents)
         wide = torch.float32 if x.v.dtype == torch.float16 else x.v.dtype  # sums of dy can overflow float16
         carries = Carries(
-            call.empty(tiles.count, heads, latents, call.width, dtype=wide),
-            call.empty(tiles.count, heads, latents),
+            call.empty(tiles.total, heads, latents, call.width, dtype=wide),
+            call.empty(tiles.total, heads, latents),
         )
     if x.window_q is not None:
         shifted, local_h = call.empty(2, *lse.shape).unbind()
@@ -219,29 +220,34 @@ def gradients(
     is_aligned = call.aligned and aligned(dy)
     numbers = call.numbers(dy)
     tensors = (
-        *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:2] if carries else (None,) * 2), shifted, local_h
+        *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:2] if carries else (None,) * 2), shifted,
+        local_h,
     )  # fmt: skip
     for name, wild in call.rounds("query_grad"):
         constants = {**plan.shared, **plan.query_grad, "WILD": wild}
-        plan.launch(name, query_grad_kernel, (tiles.count * heads,), tensors, numbers, constants, is_aligned)
+        plan.launch(name, query_grad_kernel, (tiles.total * heads,), tensors, numbers, constants, is_aligned)
     if carries is not None and states is not None and into is not None:
         carries = _scan_carries(call, states, carries, into)
-    into = into if into is not None else (None, None)
+    final = (None, None) if into is None else into
     tensors = (
-        *head, None if states is None else states.last_norm, *(carries[:5] if carries else (None,) * 5), *into,
+        *head, None if states is None else states.last_norm, *(carries[:5] if carries else (None,) * 5), *final,
         *(carries[5:] if carries else (None,) * 2), shifted,
         local_h, tiles.table, tiles.bounds, dk, own, dv, dwk,
     )  # fmt: skip
     numbers = (*numbers, *call.spread[1:], x.v.shape[1])
     constants = {**plan.shared, **plan.key_grad}
     for name, wild in call.rounds("key_grad"):
-        grid = (tiles.count * call.form.value_heads,)
-        plan.launch(name, key_grad_kernel, grid, tensors, numbers, {**constants, "WILD": wild, "PAST": False}, is_aligned)
+        grid = (tiles.total * call.form.value_heads,)
+        plan.launch(
+            name, key_grad_kernel, grid, tensors, numbers, {**constants, "WILD": wild, "PAST": False}, is_aligned
+        )
     if x.slots:
         grid = (tiles.sequences * -(-x.slots // plan.tile) * call.form.value_heads,)
         constants = {**constants, "WILD": False, "PAST": True}
         plan.launch("past_grad", key_grad_kernel, grid, tensors, numbers, constants, is_aligned)
-    first = None if carries is None or carries.whole is None else (carries.whole, carries.whole_h)
+    first = None
+    if carries is not None and carries.whole is not None and carries.whole_h is not None:
+        first = (carries.whole, carries.whole_h)
     return Gradients(dq, dk, dv, dwq, dwk, first)
 
 
@@ -253,7 +259,10 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     """Each tile's own carry becomes the carry after it; whole sequences' too where someone asks for them."""
     plan, tiles, form = call.plan, call.tiles, call.form
     pieces = tiles.rows * tiles.pieces
-    small, wide = call.empty(3, pieces, form.heads, form.latents), call.empty(2, pieces, form.heads, form.latents, call.width)
+    small, wide = (
+        call.empty(3, pieces, form.heads, form.latents),
+        call.empty(2, pieces, form.heads, form.latents, call.width),
+    )
     piece_h, after_h, piece_end = small.unbind()
     piece, after = wide.unbind()
     whole, whole_h = into[0].clone(), into[1].clone()
@@ -271,10 +280,8 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     )  # fmt: skip
     if form.given or not form.causal:
         plan.launch(
-            "carry_finish", carry_finish_kernel, (tiles.sequences, form.heads, blocks) if tiles.count else (0,),
+            "carry_finish", carry_finish_kernel, (tiles.sequences, form.heads, blocks) if tiles.total else (0,),
             (whole, whole_h, after, after_h, piece_end, states.norm, last, *into, tiles.table, tiles.ends),
             (tiles.sequences, *call.spread), pick(shared, *SIZES, **constants), True,
         )  # fmt: skip
-    return carries._replace(
-        after=after, after_h=after_h, piece_end=piece_end, whole=whole, whole_h=whole_h
-    )
+    return carries._replace(after=after, after_h=after_h, piece_end=piece_end, whole=whole, whole_h=whole_h)

@@ -1,7 +1,7 @@
 """Fixed configurations of the attention kernels, chosen from sizes and dtypes alone, and their launches."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Plan:
             self.compiled[key] = (binary, tuple(constants[name] for name in names))
 
 
-@lru_cache(maxsize=None)
+@cache
 def make_plan(form: Form) -> Plan:
     """Tiles of 64 tokens; narrower blocks and fewer stages where float32 or wide heads fill shared memory."""
     exact = form.dtype == torch.float32
@@ -96,7 +96,7 @@ def make_plan(form: Form) -> Plan:
     narrow = widest <= 64 and not exact
 
     def options(keys: int, stages: int, registers: int) -> dict[str, int]:
-        """Keys of the window (or queries, for the keys' gradients) that one step takes, and how many steps reach back."""
+        """Keys of the window (for keys' gradients, queries) that one step takes, and how many steps reach back."""
         keys = min(keys, tile)
         near = triton.cdiv(max(form.window - 1, 0), keys)
         found = {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": 1 if heavy else stages}

@@ -13,8 +13,8 @@ from torch import Tensor
 from latte.ops.packing import spans
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
-from latte.ops.triton.recurrence_gradients import gradient_kernel, piece_starts_kernel
-from latte.ops.triton.recurrence_kernels import output_kernel, piece_ends_kernel, scan_pieces_kernel
+from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
+from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
 BLOCK = 64  # channels of a warp: 128 bytes of bfloat16

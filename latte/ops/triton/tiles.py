@@ -3,8 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 MAX_PIECES = 64  # per row: what one step of a scan merges
@@ -28,7 +26,7 @@ class Tiles(NamedTuple):
     bounds: Tensor | None  # cu_seqlens
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return self.rows * self.per_row
 
 
@@ -57,50 +55,3 @@ def _pieces(per_row: int) -> tuple[int, int]:
     """Tiles per piece and pieces per row: pieces of 8 tiles, longer ones where they would be too many."""
     per_piece = max(8, (per_row + MAX_PIECES - 1) // MAX_PIECES)
     return per_piece, (per_row + per_piece - 1) // per_piece
-
-
-@triton.jit
-def given(condition, mask):
-    """mask where the scalar condition holds, else nothing (the interpreter spoils `mask & scalar`)."""
-    return tl.where(condition, mask, False)
-
-
-@triton.jit
-def locate(tile, row, table, tokens, per_row, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """First token, end and sequence of a row's tile; a tile that is empty or beyond the row is in sequence −1."""
-    exists = tile < per_row
-    if PACKED:
-        start = tl.load(table + tile, mask=exists, other=-1)
-        end = tl.load(table + per_row + tile, mask=exists, other=-1)
-        sequence = tl.load(table + 2 * per_row + tile, mask=exists, other=-1)
-    else:
-        start = tile * SIZE
-        end = tl.minimum(start + SIZE, tokens)
-        sequence = tl.where(exists, row.to(tl.int32), -1)
-        end = tl.where(exists, end, start)
-    return start, end, sequence
-
-
-@triton.jit
-def sequence_of(tile, row, table, per_row, PACKED: tl.constexpr):
-    """The sequence of a row's tile (a scalar or several), −1 where there is none."""
-    exists = (tile >= 0) & (tile < per_row)
-    if PACKED:
-        sequence = tl.load(table + 2 * per_row + tile, mask=exists, other=-1)
-    else:
-        sequence = tl.where(exists, row.to(tl.int32), -1)
-    return sequence
-
-
-@triton.jit
-def ends_of(sequence, ends, sequences, per_row, PACKED: tl.constexpr):
-    """Row, first and last tile of a sequence; −1 for the tiles of an empty one."""
-    if PACKED:
-        row = sequence * 0
-        first = tl.load(ends + sequence)
-        last = tl.load(ends + sequences + sequence)
-    else:
-        row = sequence
-        first = sequence * 0
-        last = first + per_row - 1
-    return row, first, last

@@ -1,5 +1,3 @@
-# type: ignore  # Triton's language is not typed as Python
-# ruff: noqa: B007, RUF005, SIM102  # and its compiler reads less than all of Python
 """Kernels of the short causal convolution: tiles of tokens and channels, K shifted loads of which all but one hit.
 
 A token's sequence begins at `starts[t]`, ends before `ends[t]` and has number `sequences[t]` when packed; otherwise a

@@ -7,12 +7,22 @@ tile's carry (Σ r dy, Σ r h); the key kernel then adds what later tiles send.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.carries import carry_into, norm_after
-from latte.ops.triton.forward import latent_block, logit_sums
-from latte.ops.triton.latents import MINUS_INF, decay, exp, exp2, latent_key_grads, latent_means, latent_scores, lower
-from latte.ops.triton.states import count_wild, mean_rows
-from latte.ops.triton.tiles import locate
-from latte.ops.triton.window import (
+from latte.ops.triton.kernels.carries import carry_into, norm_after
+from latte.ops.triton.kernels.forward import latent_block, logit_sums
+from latte.ops.triton.kernels.latents import (
+    MINUS_INF,
+    decay,
+    dot,
+    exp,
+    exp2,
+    latent_key_grads,
+    latent_means,
+    latent_scores,
+    lower,
+)
+from latte.ops.triton.kernels.states import count_wild, mean_rows
+from latte.ops.triton.kernels.tiles import locate
+from latte.ops.triton.kernels.window import (
     capped,
     in_window,
     load_rows,
@@ -92,13 +102,13 @@ def query_grad_kernel(
                 queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
             )
             weights = exp2(scores * factor - norm2[:, None])
-            weighted = weights * tl.dot(pull, tl.trans(values), input_precision=PRECISION)
+            weighted = weights * dot(pull, tl.trans(values), PRECISION)
             h_local += tl.sum(weighted, 1)
             if CAPPED:
                 weighted = weighted * slope
                 weights = weights * slope
-            weighted_keys += tl.dot(weighted.to(keys.dtype), keys, input_precision=PRECISION)
-            mean_keys += tl.dot(weights.to(keys.dtype), keys, input_precision=PRECISION)
+            weighted_keys += dot(weighted.to(keys.dtype), keys, PRECISION)
+            mean_keys += dot(weights.to(keys.dtype), keys, PRECISION)
         tl.store(local_h + row_at, h_local, mask=inside)
         dwindow = (weighted_keys - h_local[:, None] * mean_keys) * scale
         if LATENTS:
@@ -114,7 +124,7 @@ def query_grad_kernel(
         products = tl.zeros([C, C], tl.float32)
         if CAUSAL:
             values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-            products = tl.where(lower(C), tl.dot(pull, tl.trans(values), input_precision=PRECISION), 0.0)
+            products = tl.where(lower(C), dot(pull, tl.trans(values), PRECISION), 0.0)
         average = tl.zeros([C], tl.float32)
         if WINDOW > 0:
             average += window_share * h_local
@@ -129,7 +139,7 @@ def query_grad_kernel(
                 p = exp(logits - peak[:, None]) * inverse[:, None]
                 if not FULL:
                     p = tl.where(real[:, None], p, 0.0)
-                h = tl.dot(pull, tl.trans(mean.to(pull.dtype)), input_precision=PRECISION)
+                h = dot(pull, tl.trans(mean.to(pull.dtype)), PRECISION)
                 if CAUSAL:
                     h = latent_means(products, h, keys_l, before, reference, C, BL, HALF, WILD)
                 if again == 0:
@@ -145,12 +155,10 @@ def query_grad_kernel(
                     through = p
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
                     if CAUSAL:
-                        own, through = latent_key_grads(
-                            products, p, h, keys_l, before, reference, C, BL, HALF, WILD
-                        )
+                        own, through = latent_key_grads(products, p, h, keys_l, before, reference, C, BL, HALF, WILD)
                         tl.store(dk + at * NUM + l[None, :], own, mask=keep)
                     carry_h = tl.sum(through * h, 0)
-                    carry = tl.dot(tl.trans(through).to(pull.dtype), pull, input_precision=PRECISION)
+                    carry = dot(tl.trans(through).to(pull.dtype), pull, PRECISION)
                     carry_ptr = mean_rows(tile_carry, carry_at, d, WIDTH)
                     keep_l = (l < NUM)[:, None] & (d < WIDTH)[None, :]
                     tl.store(carry_ptr, carry.to(tile_carry.dtype.element_ty), mask=keep_l)
@@ -164,7 +172,8 @@ def query_grad_kernel(
 @triton.jit
 def key_grad_kernel(
     q, k, v, wq, wk, mask, dy, norms, means, references, wild, last_norm,
-    tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h, shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+    tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h,
+    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
     tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
@@ -213,7 +222,9 @@ def key_grad_kernel(
     dvalues = tl.zeros([C, BD], tl.float32)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     if WINDOW > 0:
-        keys = load_rows(wk + row * wk_row + value_head * wk_head, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL)
+        keys = load_rows(
+            wk + row * wk_row + value_head * wk_head, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL
+        )
         dkeys = tl.zeros([C, BE], tl.float32)
         wq += row * wq_row
 
@@ -236,30 +247,33 @@ def key_grad_kernel(
                     keys, queries, t, s, real_t, real, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL, PRECISION
                 )
                 weights = exp2(scores * factor - norm2[None, :])
-                products = tl.dot(values, tl.trans(pull), input_precision=PRECISION)
+                products = dot(values, tl.trans(pull), PRECISION)
                 dscores = weights * (products - mean_h[None, :])
                 if CAPPED:
                     dscores = dscores * slope
-                dvalues += tl.dot(weights.to(pull.dtype), pull, input_precision=PRECISION)
-                dkeys += tl.dot(dscores.to(queries.dtype), queries, input_precision=PRECISION)
+                dvalues += dot(weights.to(pull.dtype), pull, PRECISION)
+                dkeys += dot(dscores.to(queries.dtype), queries, PRECISION)
 
         if LATENTS and not PAST:
             q_here, k_here = q + row * q_row + head * q_head, k + row * k_row + head * k_head
             logits, keys_l, before, _, reference = latent_block(
-                q_here, k_here, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token, k_token, real, head,
+                q_here, k_here, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token,
+                k_token, real, head,
                 HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
             )  # fmt: skip
             if CAUSAL:
                 here = load_rows(dy + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
                 peak, inverse, _ = logit_sums(
-                    logits, q_here, k_here, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
+                    logits, q_here, k_here, norms, means, references, index, sequence, start, d, q_token, k_token,
+                    real, head,
                     HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
                 if block > 0:
                     logits, keys_l, before, _, reference = latent_block(
-                        q_here, k_here, norms, means, references, index, sequence, start, l, d, q_token, k_token, real, head,
+                        q_here, k_here, norms, means, references, index, sequence, start, l, d, q_token, k_token, real,
+                        head,
                         HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                     )  # fmt: skip
                 at = ((row * tokens + s.to(tl.int64)) * HEADS + head)[:, None] * NUM + l[None, :]
@@ -270,7 +284,7 @@ def key_grad_kernel(
                     own, _ = latent_scores(p, keys_l, before, reference, C, BL, HALF, WILD)
                     if not FULL:
                         own = tl.where(real[:, None], own, 0.0)
-                    dvalues += tl.dot(tl.trans(own).to(here.dtype), here, input_precision=PRECISION)
+                    dvalues += dot(tl.trans(own).to(here.dtype), here, PRECISION)
                     norm = norm_after(tile, row, sequence, norms, last_norm, l, table, per_row, head,
                                       HEADS, NUM, PACKED)  # fmt: skip
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
@@ -289,8 +303,8 @@ def key_grad_kernel(
                     grads = tl.zeros([C, BL], tl.float32)
                 share = decay(keys_l, tl.broadcast_to(norm[None, :], [C, BL]))
                 narrow = carry.to(values.dtype)
-                dvalues += tl.dot(share.to(values.dtype), narrow, input_precision=PRECISION)
-                grads += share * (tl.dot(values, tl.trans(narrow), input_precision=PRECISION) - carry_h[None, :])
+                dvalues += dot(share.to(values.dtype), narrow, PRECISION)
+                grads += share * (dot(values, tl.trans(narrow), PRECISION) - carry_h[None, :])
                 if not FULL:
                     grads = tl.where(real[:, None], grads, 0.0)
                 tl.store(dk + at, grads.to(dk.dtype.element_ty), mask=keep)
@@ -312,7 +326,7 @@ def key_scores(
     CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`window_scores` the other way round: keys s are rows, queries t columns."""
-    scores, slope = capped(tl.dot(keys, tl.trans(queries), input_precision=PRECISION), scale, softcap, CAPPED)
+    scores, slope = capped(dot(keys, tl.trans(queries), PRECISION), scale, softcap, CAPPED)
     visible = in_window(t[None, :], s[:, None], WINDOW, CAUSAL)
     if not FULL:
         visible = visible & real_s[:, None] & real_t[None, :]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import LOG2_E, MINUS_INF, exp
+from latte.ops.triton.kernels.latents import LOG2_E, MINUS_INF, dot, exp
 
 
 @triton.jit
@@ -22,9 +22,7 @@ def sequence_span(sequence, bounds, tokens, slots, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    x, begin, token_stride, real, C: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr
-):
+def load_rows(x, begin, token_stride, real, C: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
     """C rows of a head from token `begin` on, [C B]; what is not real is not read and gives 0. FULL: all are."""
     column = tl.arange(0, B)
     at = x + begin.to(tl.int64) * token_stride + (tl.arange(0, C)[:, None] * token_stride + column[None, :])
@@ -107,8 +105,8 @@ def window_scores(
     queries, keys, t, s, real_t, real_s, scale, softcap, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores (in `unit`s) of queries t (rows) against keys s (columns), −inf outside the window, and the cap's slope."""
-    scores, slope = capped(tl.dot(queries, tl.trans(keys), input_precision=PRECISION), scale, softcap, CAPPED)
+    """Scores (in `unit`s) of queries t (rows) and keys s (columns), −inf outside the window, and the cap's slope."""
+    scores, slope = capped(dot(queries, tl.trans(keys), PRECISION), scale, softcap, CAPPED)
     visible = in_window(t[:, None], s[None, :], WINDOW, CAUSAL)
     if not FULL:
         visible = visible & real_s[None, :] & real_t[:, None]

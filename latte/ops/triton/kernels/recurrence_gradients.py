@@ -1,5 +1,3 @@
-# type: ignore  # Triton's language is not typed as Python
-# ruff: noqa: RUF005, SIM102  # and its compiler reads less than all of Python
 """Kernels of the RG-LRU's gradients: dh runs backwards over the pieces as h ran forwards; see `recurrence_kernels`.
 
 With c_t = a_t dh_t, what a token passes on to the one before, dh_t = dy_t + c_{t+1}. A piece knows h before every
@@ -9,7 +7,7 @@ ROWS tokens from the forward pass; it recomputes those few rows forwards, then w
 import triton
 import triton.language as tl
 
-from latte.ops.triton.recurrence_kernels import (
+from latte.ops.triton.kernels.recurrence import (
     MASKED,
     MINUS_INF,
     begin_row,

@@ -3,10 +3,19 @@
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import MINUS_INF, exp, exp2, finite, inverse_or_zero, latent_scores, log_norms
-from latte.ops.triton.states import count_wild, mean_rows
-from latte.ops.triton.tiles import locate
-from latte.ops.triton.window import load_rows, real_rows, sequence_span, store_rows, unit, window_scores
+from latte.ops.triton.kernels.latents import (
+    MINUS_INF,
+    dot,
+    exp,
+    exp2,
+    finite,
+    inverse_or_zero,
+    latent_scores,
+    log_norms,
+)
+from latte.ops.triton.kernels.states import count_wild, mean_rows
+from latte.ops.triton.kernels.tiles import locate
+from latte.ops.triton.kernels.window import load_rows, real_rows, sequence_span, store_rows, unit, window_scores
 
 
 @triton.jit
@@ -71,7 +80,8 @@ def logit_sums(
     total = tl.sum(exp(logits - finite(peak)[:, None]), 1)
     for block in tl.static_range(1, BLOCKS):
         logits, _, _, _, _ = latent_block(
-            q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), d, q_token, k_token, real, head,
+            q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), d, q_token, k_token,
+            real, head,
             HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(logits, 1))
@@ -101,8 +111,8 @@ def output_kernel(
 ):  # fmt: skip
     """y of one tile; WINDOW = 0 leaves out the window, LATENTS = False the latents.
 
-    norms and means are the states before tiles or, with CAUSAL = False, those of sequences; references each tile's m. The
-    launch without WILD leaves wild tiles to a second one with it.
+    norms and means are the states before tiles or, with CAUSAL = False, those of sequences; references each tile's m.
+    The launch without WILD leaves wild tiles to a second one with it.
     """
     head = tl.program_id(0) % HEADS
     index = tl.program_id(0) // HEADS
@@ -149,7 +159,7 @@ def output_kernel(
             weights = exp2(scores * factor - finite(higher)[:, None])
             total = total * shrink + tl.sum(weights, 1)
             acc = acc * shrink[:, None]
-            acc += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+            acc += dot(weights.to(values.dtype), values, PRECISION)
             peak = higher
         share = inverse_or_zero(total)
         row_at = (row * HEADS + head) * tokens + t
@@ -170,18 +180,19 @@ def output_kernel(
         for block in tl.static_range(BLOCKS):
             if block > 0:
                 logits, keys_l, before, mean, reference = latent_block(
-                    q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), d, q_token, k_token, real, head,
+                    q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), d, q_token,
+                    k_token, real, head,
                     HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
             p = exp(logits - logit_peak[:, None]) * inverse[:, None]
             if CAUSAL:
                 own, through = latent_scores(p, keys_l, before, reference, C, BL, HALF, WILD)
                 values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-                acc += tl.dot(own.to(values.dtype), values, input_precision=PRECISION)
+                acc += dot(own.to(values.dtype), values, PRECISION)
             else:
                 through = p
             narrow = v.dtype.element_ty
-            acc += tl.dot(through.to(narrow), mean.to(narrow), input_precision=PRECISION)
+            acc += dot(through.to(narrow), mean.to(narrow), PRECISION)
     if not FULL:
         acc = tl.where(real[:, None], acc, 0.0)
     store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, t < end, C, WIDTH, BD, FULL)

@@ -1,5 +1,3 @@
-# type: ignore  # Triton's language is not typed as Python
-# ruff: noqa: RUF005, SIM102  # and its compiler reads less than all of Python
 """Kernels of the RG-LRU: one warp walks a piece of the sequence for a block of channels, row by row in registers.
 
 The gates cost more than the scan: per element five operations of the special function units (two exponentials, one

@@ -1,9 +1,9 @@
 """Kernel parts for the latents of one tile of tokens.
 
 With m the largest of the tile's keys and the normaliser before it, e_s = exp(k_s − m) and S_t = exp(Z_t − m), the
-causal scores are one matrix product of p_t / S_t and e_s, exact to rounding while no normaliser moves more than MAX_LEAP
-nats inside the tile. Tiles where one does are left to a second launch with WILD, which takes them token by token: there
-no factor exceeds 1.
+causal scores are one matrix product of p_t / S_t and e_s, exact to rounding while no normaliser moves more than
+MAX_LEAP nats inside the tile. Tiles where one does are left to a second launch with WILD, which takes them token by
+token: there no factor exceeds 1.
 Axes: C tokens of the tile, L latents of one block.
 """
 
@@ -24,6 +24,16 @@ def exp2(x):
     else:
         power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return power
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr = "tf32"):
+    """a @ b in float32 (the interpreter takes bfloat16 factors for integers)."""
+    if INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        product = tl.dot(a, b, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
@@ -105,7 +115,7 @@ def factors(k, before, reference, C: tl.constexpr, HALF: tl.constexpr):
     e = exp(k - reference[None, :])
     if HALF:
         ones = tl.where(lower(C), 1.0, 0.0).to(tl.bfloat16)
-        total = tl.dot(ones, e.to(tl.bfloat16))
+        total = dot(ones, e.to(tl.bfloat16))
     else:
         total = tl.cumsum(e, 0)
     total += exp(before - reference)[None, :]
@@ -134,9 +144,9 @@ def shares(k, norm, s, C: tl.constexpr):
 def multiply(a, b, HALF: tl.constexpr):
     """a @ b of float32 factors: bfloat16 products for 16-bit inputs, else three tf32 ones."""
     if HALF:
-        result = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        result = dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     else:
-        result = tl.dot(a, b, input_precision="tf32x3")
+        result = dot(a, b, "tf32x3")
     return result
 
 
@@ -144,15 +154,15 @@ def multiply(a, b, HALF: tl.constexpr):
 def multiply_fine(a, b, HALF: tl.constexpr):
     """a @ b of float32 factors where differences of the result matter."""
     if HALF:
-        result = tl.dot(a, b, input_precision="tf32")
+        result = dot(a, b, "tf32")
     else:
-        result = tl.dot(a, b, input_precision="tf32x3")
+        result = dot(a, b, "tf32x3")
     return result
 
 
 @triton.jit
 def latent_scores(p, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
-    """Σ_l p(l|t) p(s|l,t) for the tile's own tokens [C C], 0 above the diagonal, and p(l|t) exp(Z_before − Z_t) [C L]."""
+    """Σ_l p(l|t) p(s|l,t) among the tile's tokens [C C], 0 above the diagonal, and p(l|t) exp(Z_before − Z_t) [C L]."""
     if WILD:
         norm = running_norm(k, before, C, L)
         scores = tl.zeros([C, C], tl.float32)

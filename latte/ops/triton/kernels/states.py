@@ -8,8 +8,19 @@ at most 1; then both are put together, tile by tile, and tiles in which a normal
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import MINUS_INF, decay, exp, finite, inverse_or_zero, is_wild, key_range, log_add, safe_log
-from latte.ops.triton.tiles import given, locate, sequence_of
+from latte.ops.triton.kernels.latents import (
+    MINUS_INF,
+    decay,
+    dot,
+    exp,
+    finite,
+    inverse_or_zero,
+    is_wild,
+    key_range,
+    log_add,
+    safe_log,
+)
+from latte.ops.triton.kernels.tiles import given, locate, sequence_of
 
 
 @triton.jit
@@ -77,7 +88,7 @@ def walk_kernel(
         total = kept + tl.sum(e, 0)
         scale = inverse_or_zero(total)
         share = tl.trans(e * scale[None, :]).to(values.dtype)
-        mean = (kept * scale)[:, None] * mean + tl.dot(share, values, input_precision=PRECISION)
+        mean = (kept * scale)[:, None] * mean + dot(share, values, PRECISION)
         norm = reference + safe_log(total)
         following = sequence_of(tile + 1, row, table, per_row, PACKED)
         if (sequence >= 0) & (following != sequence):
@@ -123,7 +134,7 @@ def piece_scan_kernel(
     if GIVEN:
         total += exp(handed - peak)
     scale = inverse_or_zero(total)
-    merged = tl.dot(weights * scale[:, None], mean, input_precision=PRECISION)
+    merged = dot(weights * scale[:, None], mean, PRECISION)
     if GIVEN:
         handed_mean = tl.load(mean_rows(first_mean, handed_at, d, WIDTH), mask=(d < WIDTH)[None, :], other=0.0)
         merged += (exp(handed - peak) * scale)[:, None] * handed_mean.to(tl.float32)

@@ -8,9 +8,9 @@ With WHOLE (bidirectional) there is one normaliser and all factors are 1.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.latents import MINUS_INF, decay, exp, finite
-from latte.ops.triton.states import mean_rows
-from latte.ops.triton.tiles import ends_of, given, sequence_of
+from latte.ops.triton.kernels.latents import MINUS_INF, decay, dot, exp, finite
+from latte.ops.triton.kernels.states import mean_rows
+from latte.ops.triton.kernels.tiles import ends_of, given, sequence_of
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def carry_scan_kernel(
         weights = tl.where(seen, exp(finite(end_norm)[:, None] - finite(begin_norm)[None, :]), 0.0)
         from_last = tl.where(last >= 0, decay(end_norm, tl.load(last_norm + into_at)), 0.0)
     into = tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=inside, other=0.0)
-    carry = tl.dot(weights, own, input_precision=PRECISION) + from_last[:, None] * into
+    carry = dot(weights, own, PRECISION) + from_last[:, None] * into
     carry_h = tl.sum(weights * own_h[None, :], 1) + from_last * tl.load(into_h + into_at, mask=exists, other=0.0)
     tl.store(mean_rows(after_carry, index, d, WIDTH), carry, mask=inside)
     tl.store(after_carry_h + index, carry_h, mask=exists)
@@ -130,7 +130,7 @@ def carry_into(
     per_row, per_piece, pieces, head,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What reaches a place with normaliser `norm` in a tile from after its piece, or from its sequence's final state."""
+    """What reaches a place with normaliser `norm` in a tile from after its piece, or from its sequence's last state."""
     piece = tile // per_piece
     index = (((row * pieces + piece) * HEADS + head) * NUM + l).to(tl.int64)
     into_at = (tl.maximum(sequence, 0).to(tl.int64) * HEADS + head) * NUM + l

@@ -1,0 +1,172 @@
+"""The attention kernels against the reference: every form, mask, packing, state and way to cut latents into blocks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from latte.ops import LatteState, latte_attention, macchiato_attention
+from tests.ops.cases import FORMS, Case, Sizes, assert_same, check_against_reference, evaluate, make_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
+
+FLOAT32 = 3e-5
+ONE = Sizes(batch=1, value_heads=1, groups=1, latents=5, width=7, window_width=11)
+GROUPED = Sizes(batch=1, value_heads=1, groups=2, latents=3, width=7, window_width=5)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Two tiles a piece, so that a few hundred tokens have several."""
+    from latte.ops.triton import tiles
+
+    monkeypatch.setattr(tiles, "_pieces", lambda per_row: (2, (per_row + 1) // 2))
+
+
+def case_on(device: str, form: str, tokens: int, **options) -> Case:
+    return make_case(form, tokens, dtype=torch.float32, device=device, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_causal(device: str, form: str) -> None:
+    """Three tiles in two pieces, the last one short; holes, grouped values, a state before and its gradient."""
+    case = case_on(device, form, 131, sizes=GROUPED, mask="holes", state=True)
+    check_against_reference(case, "triton", FLOAT32)
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "linear exp", "window"])
+def test_bidirectional(device: str, form: str) -> None:
+    case = case_on(device, form, 131, sizes=GROUPED, mask="holes", state=True, causal=False)
+    check_against_reference(case, "triton", FLOAT32)
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "window"])
+def test_whole_tiles_without_a_mask(device: str, form: str) -> None:
+    """The path without any bounds check."""
+    check_against_reference(case_on(device, form, 192, sizes=ONE), "triton", FLOAT32)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 65])
+def test_lengths(device: str, tokens: int) -> None:
+    check_against_reference(case_on(device, "macchiato", tokens, sizes=ONE, state=True), "triton", FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(Sizes(1, 1, 1, latents=1, width=96, window_width=16), id="1 latent, width 96"),
+        pytest.param(Sizes(1, 1, 1, latents=70, width=5, window_width=96), id="70 latents in blocks, window width 96"),
+        pytest.param(Sizes(1, 1, 1, latents=16, width=130, window_width=5), id="width 130"),
+    ],
+)
+def test_sizes(device: str, sizes: Sizes) -> None:
+    check_against_reference(case_on(device, "macchiato", 67, sizes=sizes, mask="holes", state=True), "triton", FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 1.7}, {"scale": -0.37}, {"scale": 0.0}, {"window": 1}, {"window": 200}]
+)
+def test_window_options(device: str, options: dict) -> None:
+    case = case_on(device, "macchiato", 131, sizes=ONE, mask="holes", state=True, **options)
+    check_against_reference(case, "triton", FLOAT32)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("form", ["latte", "macchiato", "linear elu+1", "window"])
+def test_packed(device: str, form: str, causal: bool) -> None:
+    """Sequences of one token, of none, inside a tile, across tiles and across pieces, each with its state."""
+    bounds = [0, 1, 1, 40, 200, 205]
+    case = case_on(device, form, bounds[-1], sizes=ONE, mask="holes", causal=causal)
+    states = case_on(device, form, 0, sizes=ONE._replace(batch=len(bounds) - 1), state=True).state
+    if "log_norm" in states:  # −inf has no gradient to speak of in a sequence without tokens
+        states = {**states, "log_norm": states["log_norm"].nan_to_num(neginf=-3.0)}
+    packed = replace(case, state=states).with_options(cu_seqlens=torch.tensor(bounds, device=device))
+    check_against_reference(packed, "triton", FLOAT32)
+
+
+def wild(case: Case, ramp: bool) -> Case:
+    """The case with keys that leap: ever higher by 1e4, or anywhere within ±1e4."""
+    k = case.inputs["k"]
+    steps = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)[None, :, None, None]
+    return replace(case, inputs={**case.inputs, "k": k + 1e4 * steps if ramp else k * 1e4})
+
+
+@pytest.mark.parametrize("ramp", [True, False], ids=["ramp", "random"])
+@pytest.mark.parametrize("form", ["latte", "macchiato", "linear exp"])
+def test_leaping_keys(device: str, form: str, ramp: bool) -> None:
+    """Normalisers that leap are taken token by token; the values stay those of float64 for what float32 holds."""
+    case = wild(case_on(device, form, 70, sizes=ONE, state=True), ramp)
+    actual, expected = evaluate(case, "triton"), evaluate(case.to(torch.float64), "reference")
+    for name, x in actual.items():
+        if name != "state.log_norm":
+            assert x.isfinite().all(), name
+    assert_same({"y": actual["y"]}, {"y": expected["y"]}, 2e-3, dtypes=False)
+
+
+def test_empty_latents_give_zero(device: str) -> None:
+    case = case_on(device, "latte", 70, sizes=ONE)
+    case.inputs["k"][..., 2] = -torch.inf
+    case.inputs["k"][:, :66, :, 3] = -torch.inf  # seen only in the second tile
+    check_against_reference(case, "triton", FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(device: str, dtype: torch.dtype) -> None:
+    case = case_on(device, "macchiato", 131, sizes=ONE).to(dtype)
+    actual, expected = evaluate(case, "triton"), evaluate(case.to(torch.float64), "reference")
+    for name, x in actual.items():
+        error = (x.double() - expected[name].double()).norm() / expected[name].double().norm().clamp(min=1e-9)
+        assert error < 1e-2, (name, error)
+        assert x.dtype == (dtype if name in case.inputs or name == "y" else x.dtype)
+
+
+def test_same_bits_every_time(device: str) -> None:
+    case = case_on(device, "macchiato", 131, sizes=ONE, mask="holes")
+    first, second = evaluate(case, "triton"), evaluate(case, "triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_masked_contents_do_not_matter(device: str) -> None:
+    case = case_on(device, "macchiato", 70, sizes=ONE, mask="holes")
+    hidden = ~case.options["mask"][..., None, None]
+    spoiled = case.map(lambda x: x.masked_fill(hidden, torch.nan))
+    clean, dirty = evaluate(case, "triton"), evaluate(spoiled, "triton")
+    for name, x in clean.items():
+        assert torch.equal(x, dirty[name]), name
+
+
+def test_float64_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=r"q has dtype torch.float64; .*backend=\"torch\""):
+        make_case("latte", 3, sizes=ONE, device=device).call("triton")
+
+
+def test_too_wide_or_too_many_latents_are_refused(device: str) -> None:
+    logits, values = torch.zeros(1, 3, 1, 5, device=device), torch.zeros(1, 3, 1, 257, device=device)
+    with pytest.raises(ValueError, match="v has 257 head width; the Triton kernels take up to 256"):
+        latte_attention(logits, logits, values, backend="triton")
+    logits = torch.zeros(1, 3, 1, 257, device=device)
+    with pytest.raises(ValueError, match="k has 257 latents per head"):
+        latte_attention(logits, logits, values[..., :7], backend="triton")
+
+
+def test_bad_bounds_are_named(device: str) -> None:
+    logits, values = torch.zeros(1, 3, 1, 5, device=device), torch.zeros(1, 3, 1, 7, device=device)
+    with pytest.raises(ValueError, match="cu_seqlens ends at 2; it must end at the number of tokens, 3"):
+        latte_attention(logits, logits, values, cu_seqlens=torch.tensor([0, 2], device=device), backend="triton")
+
+
+def test_inputs_of_any_stride(device: str) -> None:
+    """Heads of a fused projection, and a transposed tensor, which is copied."""
+    case = case_on(device, "macchiato", 70, sizes=ONE)
+    fused = torch.cat([case.inputs["q"], case.inputs["k"]], dim=-1)
+    q, k = fused.split([6, 5], dim=-1)
+    v = case.inputs["v"].transpose(1, 3).contiguous().transpose(1, 3)
+    rest = {name: case.inputs[name] for name in ("window_q", "window_k")}
+    strided = macchiato_attention(q, k, v, **rest, window=17, backend="triton")
+    assert torch.equal(strided.y, case.call("triton").y)
+
+
+def test_state_has_float32_for_half_inputs(device: str) -> None:
+    state = case_on(device, "latte", 5, sizes=ONE).to(torch.bfloat16).call("triton").state
+    assert isinstance(state, LatteState)
+    assert state.log_norm.dtype == state.mean.dtype == torch.float32
