@@ -14,6 +14,9 @@ def advance_window(
     """The window state after `keys` and `values`; slots before the first token, and masked ones, are not valid."""
     batch, tokens = keys.shape[:2]
     slots = window - 1
+    if past is not None:  # the wider dtype, however many tokens there are
+        keys = keys.to(torch.promote_types(keys.dtype, past.keys.dtype))
+        values = values.to(torch.promote_types(values.dtype, past.values.dtype))
     if cu_seqlens is None and tokens >= slots:
         return _tail(keys, values, slots, mask)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -37,9 +40,9 @@ def _tail(keys: Tensor, values: Tensor, slots: int, mask: Tensor | None) -> Wind
     if mask is not None:
         return _valid_only(keys, values, mask[:, first:].clone())
     valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-    if torch.is_grad_enabled():  # the graph holds all keys and values anyway
-        return WindowState(keys, values, valid)
-    return WindowState(keys.clone(), values.clone(), valid)  # a state that does not hold a whole context in memory
+    # A copy does not hold a whole context in memory; where a graph does so anyway, there is no need of one.
+    keys, values = (x if x.requires_grad else x.clone() for x in (keys, values))
+    return WindowState(keys, values, valid)
 
 
 def _valid_only(keys: Tensor, values: Tensor, valid: Tensor) -> WindowState:

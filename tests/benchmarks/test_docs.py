@@ -26,6 +26,9 @@ def sample(device: str, quick: bool = False) -> dict:
         for tokens in (1024, 4096)
     ]  # fmt: skip
     rows.append(Row("Targets", {"what": "a | b", "value": 12.5}, "≥ 10×", "ok"))
+    flex = {"op": "window", "by": "FlexAttention, compiled", "pass": "forward", "batch": 2, "tokens": 4096}
+    rows.append(Row("32,768 tokens", flex | {"head_dim": 64, "wall_ms": 1.0, "device_ms": None}))
+    rows.append(Row("32,768 tokens", flex | {"head_dim": 96, "wall_ms": 9.0, "device_ms": 9.0}))
     rows.append(Row("Time per token", {"op": "window", "by": "x", "pass": "forward"}, status="skipped", note="absent"))
     return Report({"threads": 2}, rows).document("the command", "cpu", quick) | {
         "device": device, "date": "2026-01-02", "machine": {"cpu": "a CPU", "cores": 2, "system": "x"},
@@ -58,6 +61,21 @@ def test_page_and_plot_of_a_sample(tmp_path):
     plot = (tmp_path / docs.PLOT).read_text(encoding="utf-8")
     assert ElementTree.fromstring(plot).tag.endswith("svg")
     assert all(words in plot for words in ("Latte", "softmax attention (SDPA FlashAttention)", "tokens in a sequence"))
+
+
+def test_curves_have_every_contender():
+    lines = docs.curves(sample("cuda"), "forward")
+    assert lines == {
+        "Latte": [(1024, 512.0), (4096, 2048.0)],
+        "softmax attention (SDPA FlashAttention)": [(1024, 1024.0), (4096, 4096.0)],
+        "window (FlexAttention, compiled)": [(4096, pytest.approx(1e6 / 8192))],
+    }
+    assert len(docs.curves(sample("cuda"), "forward+backward")) == 2
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(1024, "1K"), (65536, "64K"), (1048576, "1M")])
+def test_lengths_as_text(tokens, text):
+    assert docs.length(tokens) == text
 
 
 def test_the_same_results_give_the_same_files(tmp_path):

@@ -12,7 +12,7 @@ hook = install_import_hook("latte.ops", "beartype.beartype")
 
 from latte import ops  # noqa: E402
 
-B, T, H, HV, L, D, E, W, K, N = 2, 5, 6, 3, 7, 11, 13, 17, 4, 3  # distinct: a swapped axis cannot pass
+B, T, H, HV, L, D, E, W, K = 2, 5, 6, 3, 7, 11, 13, 17, 4  # distinct: a swapped axis cannot pass
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -27,17 +27,17 @@ def window_inputs(batch: int) -> tuple[torch.Tensor, ...]:
     return normal(batch, T, H, E), normal(batch, T, HV, E)
 
 
-def call(function, *inputs: torch.Tensor, **options) -> None:
-    """Fresh, from the state it left, masked, and packed."""
+def call(function, *inputs: torch.Tensor, shared: tuple[torch.Tensor, ...] = (), **options) -> None:
+    """Fresh, from the state it left, masked, and packed; `shared` inputs have no batch."""
     batch = inputs[0].shape[0]
     for backend in ("reference", "torch"):
-        output = function(*inputs, **options, backend=backend)
-        function(*inputs, **options, state=output.state, backend=backend)
+        output = function(*inputs, *shared, **options, backend=backend)
+        function(*inputs, *shared, **options, state=output.state, backend=backend)
         mask = torch.rand(batch, T) > 0.3
-        function(*inputs, **options, mask=mask, backend=backend)
+        function(*inputs, *shared, **options, mask=mask, backend=backend)
         for dtype in (torch.int32, torch.int64):
             packed = [x[:1] for x in inputs]
-            function(*packed, **options, cu_seqlens=torch.tensor([0, 2, 2, T], dtype=dtype), backend=backend)
+            function(*packed, *shared, **options, cu_seqlens=torch.tensor([0, 2, 2, T], dtype=dtype), backend=backend)
 
 
 def main() -> None:
@@ -56,6 +56,9 @@ def main() -> None:
         ops.attention_weights(None, None, window_q, window_k, causal=causal)
         ops.attention_weights(mixed, k, window_q, window_k, causal=causal)
         ops.attention_weights(mixed[:1], k[:1], window_q[:1], window_k[:1], cu_seqlens=packed)
+    call(ops.rglru, normal(B, T, W), normal(B, T, W), normal(B, T, W), shared=(normal(W),))
+    call(ops.short_conv, normal(B, T, W), shared=(normal(W, K),))
+    call(ops.short_conv, normal(B, T, W), shared=(normal(W, K), normal(W)))
 
 
 def refuses_a_swapped_axis() -> bool:

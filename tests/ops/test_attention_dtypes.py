@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.cases import FORMS, SMALL, Case, assert_same, evaluate, make_case
+from tests.ops.cases import FORMS, SMALL, Case, assert_same, evaluate, make_case, outputs
 
 EVERY_FORM = pytest.mark.parametrize("form", FORMS)
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -79,10 +79,12 @@ def test_window_state_keeps_the_wider_dtype(backend: str, form: str, tokens: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_autocast_changes_nothing(backend: str, form: str, causal: bool, dtype: torch.dtype) -> None:
     """Operations take dtypes as they come: to the last bit the same, backward included."""
-    case = make_case(form, 67, mask="holes", state=True, causal=causal).to(dtype)
-    expected = evaluate(case, backend)
+    case = make_case(form, 67, sizes=SMALL, mask="holes", state=True, causal=causal).to(dtype)
+    expected, oracle = evaluate(case, backend), outputs(case.call("reference"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = evaluate(case, backend)
+        actual, same = evaluate(case, backend), outputs(case.call("reference"))
     for name, x in expected.items():
         assert actual[name].dtype == x.dtype, name
         assert torch.equal(actual[name], x), name
+    for name, x in oracle.items():
+        assert torch.equal(same[name], x), name

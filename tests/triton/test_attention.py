@@ -97,10 +97,7 @@ def test_leaping_keys(device: str, form: str, ramp: bool) -> None:
     """Normalisers that leap are taken token by token; the values stay those of float64 for what float32 holds."""
     case = wild(case_on(device, form, 70, sizes=ONE, state=True), ramp)
     actual, expected = evaluate(case, "triton"), evaluate(case.to(torch.float64), "reference")
-    for name, x in actual.items():
-        if name != "state.log_norm":
-            assert x.isfinite().all(), name
-    assert_same({"y": actual["y"]}, {"y": expected["y"]}, 2e-3, dtypes=False)
+    assert_same(actual, expected, 2e-3, dtypes=False)  # half an ulp of 1e4 is 5e-4 in a logarithm
 
 
 def test_empty_latents_give_zero(device: str) -> None:

@@ -73,10 +73,12 @@ class Call:
         packed, masked = inputs.cu_seqlens is not None, inputs.mask is not None
         key_width = 0 if inputs.window_q is None else inputs.window_q.shape[3]
         exact_wide = inputs.v.dtype == torch.float32 and max(self.width, key_width) > 128
+        dtypes = tuple(None if x is None else x.dtype for x in (inputs.q, inputs.k, inputs.window_q))
+        full = not packed and not masked and self.tokens % (32 if exact_wide else 64) == 0
         form = Form(
             heads, inputs.v.shape[2], 0 if inputs.k is None else inputs.k.shape[3], self.width, key_width,
-            options.window, inputs.v.dtype, options.causal, options.undirected, packed, masked, options.softcap > 0,
-            inputs.first_norm is not None, not packed and not masked and self.tokens % (32 if exact_wide else 64) == 0,
+            options.window, inputs.v.dtype, dtypes, options.causal, options.undirected, packed, masked,
+            options.softcap > 0, inputs.first_norm is not None, full,
         )  # fmt: skip
         self.form, self.plan = form, make_plan(form)
         self.tiles: Tiles = lay_tiles(self.batch, self.tokens, self.plan.tile, inputs.cu_seqlens)
@@ -132,7 +134,8 @@ def tile_states(call: Call) -> States:
         "walk", walk_kernel, (pieces, heads, blocks),
         (k, v, mask, tile_norm, tile_mean, tile_keys, piece_norm, piece_mean, last_norm, last_mean, wild, tiles.table),
         (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, *call.spread),
-        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None, num_warps=1, num_stages=3),
+        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None,
+             num_warps=plan.walk_warps, num_stages=3),
         call.aligned,
     )  # fmt: skip
     plan.launch(

@@ -19,7 +19,8 @@ class Form:
     width: int
     key_width: int  # 0 without a window
     window: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of values
+    dtypes: tuple[torch.dtype | None, ...]  # of logits, keys and the window's queries, for which kernels are compiled
     causal: bool
     undirected: bool
     packed: bool
@@ -35,6 +36,7 @@ class Plan:
 
     tile: int
     shared: dict[str, Any]  # constants of the output and gradient kernels, and of others by name
+    walk_warps: int
     output: dict[str, int]  # what the kernel takes besides
     query_grad: dict[str, int]
     key_grad: dict[str, int]
@@ -93,7 +95,7 @@ def make_plan(form: Form) -> Plan:
     }
     warps = 8 if widest > 128 else 4
     heavy = widest * (4 if exact else 2) > 256
-    narrow = widest <= 64 and not exact
+    narrow = widest <= 64 and block_l <= 32 and not exact
 
     def options(keys: int, stages: int, registers: int) -> dict[str, int]:
         """Keys of the window (for keys' gradients, queries) that one step takes, and how many steps reach back."""
@@ -102,7 +104,8 @@ def make_plan(form: Form) -> Plan:
         found = {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": 1 if heavy else stages}
         return {**found, "maxnreg": registers} if narrow else found  # fewer registers, more programs at a time
 
-    return Plan(tile, shared, options(64, 2, 128), options(32, 3, 168), options(32, 3, 128))
+    walk_warps = 1 if narrow and block_l == 16 else 4
+    return Plan(tile, shared, walk_warps, options(64, 2, 128), options(32, 3, 168), options(32, 3, 168))
 
 
 def pick(constants: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:

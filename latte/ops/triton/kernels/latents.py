@@ -27,7 +27,7 @@ def exp2(x):
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr = "tf32"):
+def dot(a, b, PRECISION: tl.constexpr):
     """a @ b in float32 (the interpreter takes bfloat16 factors for integers)."""
     if INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32))
@@ -111,11 +111,10 @@ def is_wild(before, peak, first, lowest):
 
 @triton.jit
 def factors(k, before, reference, C: tl.constexpr, HALF: tl.constexpr):
-    """e_s and 1 / S_t [C L] for a tile that is not wild; HALF sums on the matrix units, in bfloat16 factors."""
+    """e_s and 1 / S_t [C L] for a tile that is not wild; HALF sums on the matrix units."""
     e = exp(k - reference[None, :])
     if HALF:
-        ones = tl.where(lower(C), 1.0, 0.0).to(tl.bfloat16)
-        total = dot(ones, e.to(tl.bfloat16))
+        total = multiply_fine(tl.where(lower(C), 1.0, 0.0), e, HALF)
     else:
         total = tl.cumsum(e, 0)
     total += exp(before - reference)[None, :]
@@ -144,7 +143,7 @@ def shares(k, norm, s, C: tl.constexpr):
 def multiply(a, b, HALF: tl.constexpr):
     """a @ b of float32 factors: bfloat16 products for 16-bit inputs, else three tf32 ones."""
     if HALF:
-        result = dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        result = dot(a.to(tl.bfloat16), b.to(tl.bfloat16), "tf32")
     else:
         result = dot(a, b, "tf32x3")
     return result
@@ -152,7 +151,10 @@ def multiply(a, b, HALF: tl.constexpr):
 
 @triton.jit
 def multiply_fine(a, b, HALF: tl.constexpr):
-    """a @ b of float32 factors where differences of the result matter."""
+    """a @ b of float32 factors where differences of the result matter, or b is [C L].
+
+    Triton 3.6 reads beyond shared memory for bfloat16 factors [C 16] on the right (seen on an H200), so those are tf32.
+    """
     if HALF:
         result = dot(a, b, "tf32")
     else:
@@ -201,7 +203,7 @@ def latent_means(
             means += shares(k, norm, s, C) * column(products, s, C)[:, None]
     else:
         e, inverse = factors(k, before, reference, C, HALF)
-        means = inverse * (multiply(products, e, HALF) + past_h * exp(before - reference)[None, :])
+        means = inverse * (multiply_fine(products, e, HALF) + past_h * exp(before - reference)[None, :])
     return means
 
 
