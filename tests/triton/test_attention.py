@@ -109,11 +109,12 @@ def test_empty_latents_give_zero(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(device: str, dtype: torch.dtype) -> None:
+    limit = 1e-2 if device == "cuda" else 2e-2  # the interpreter truncates where a GPU rounds
     case = case_on(device, "macchiato", 131, sizes=ONE).to(dtype)
     actual, expected = evaluate(case, "triton"), evaluate(case.to(torch.float64), "reference")
     for name, x in actual.items():
         error = (x.double() - expected[name].double()).norm() / expected[name].double().norm().clamp(min=1e-9)
-        assert error < 1e-2, (name, error)
+        assert error < limit, (name, error)
         assert x.dtype == (dtype if name in case.inputs or name == "y" else x.dtype)
 
 
