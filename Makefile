@@ -41,8 +41,8 @@ test: $(INSTALLED) ## Lint, format, types, import contracts and the quick tests
 test-slow: $(INSTALLED) ## The tests that take minutes or measure speed
 	$(PYTEST) -m '(slow or bench) and not gpu'
 
-test-gpu: $(INSTALLED) ## The tests that need a CUDA device
-	$(PYTEST) -m gpu
+test-gpu: $(INSTALLED) ## The tests that need a CUDA device, and the kernels' own tests on it
+	$(PYTEST) tests/gpu tests/triton
 
 bench: $(INSTALLED) ## Measure the ops beside PyTorch's softmax attention
 	$(BIN)/latte bench ops

@@ -170,7 +170,7 @@ def run_lightnet(inputs: list[Tensor], sizes: Sizes) -> Any:
 
 
 def run_loop(inputs: list[Tensor], sizes: Sizes) -> Tensor:
-    """The RG-LRU as public PyTorch code has it: gates at once, then a Python loop over time."""
+    """Gates at once, then a Python loop over time; tokens are cut apart first, which public code leaves to the loop."""
     x, a_gate, x_gate, a_param = inputs
     log_a = -8.0 * F.softplus(a_param) * torch.sigmoid(a_gate)
     fresh = torch.sigmoid(x_gate) * x

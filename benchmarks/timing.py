@@ -9,7 +9,8 @@ Key = TypeVar("Key", bound=Hashable)
 Step = Callable[[], object]
 
 WARM_UP = 1.0  # a first call shorter than this only warms up; a longer one counts
-PATIENCE = 15.0  # seconds after which a step that has run twice is not repeated any more
+PATIENCE = 15.0  # seconds after which a step is not repeated any more,
+ENOUGH = 3  # once it has run this often: a median of three survives one busy moment
 LONG = 20.0  # milliseconds beyond which gaps between launches do not show
 
 
@@ -27,7 +28,7 @@ def interleave(steps: Mapping[Key, Step], rounds: int) -> dict[Key, list[float]]
         times[name] = [taken] if taken > WARM_UP else []
     for _ in range(rounds):
         for name, step in steps.items():
-            if len(times[name]) < 2 or sum(times[name]) < PATIENCE:
+            if len(times[name]) < ENOUGH or sum(times[name]) < PATIENCE:
                 times[name].append(seconds(step))
     return times
 

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from latte.ops import LatteState, latte_attention, macchiato_attention
-from tests.ops.cases import FORMS, Case, Sizes, assert_same, check_against_reference, evaluate, make_case
+from tests.ops.cases import (
+    FORMS,
+    Case,
+    Sizes,
+    assert_same,
+    check_against_reference,
+    differentiate,
+    evaluate,
+    make_case,
+    outputs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
 
@@ -162,6 +172,24 @@ def test_inputs_of_any_stride(device: str) -> None:
     rest = {name: case.inputs[name] for name in ("window_q", "window_k")}
     strided = macchiato_attention(q, k, v, **rest, window=17, backend="triton")
     assert torch.equal(strided.y, case.call("triton").y)
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "window"])
+def test_compiles_whole(device: str, form: str) -> None:
+    """One graph, forward and backward, around custom operations."""
+    case = case_on(device, form, 70, sizes=ONE, mask="holes", state=True)
+
+    def compiled(leaf: Case) -> dict[str, torch.Tensor]:
+        names, tensors = zip(*leaf.inputs.items(), strict=True)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def call(*given: torch.Tensor):
+            return outputs(replace(leaf, inputs=dict(zip(names, given, strict=True))).call("triton"))
+
+        return call(*tensors)
+
+    torch.compiler.reset()
+    assert_same(differentiate(case, compiled), evaluate(case, "triton"), 1e-6)
 
 
 def test_state_has_float32_for_half_inputs(device: str) -> None:

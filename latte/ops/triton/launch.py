@@ -1,5 +1,6 @@
 """The launches of one call: states, outputs, gradients."""
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -82,8 +83,11 @@ class Call:
         )  # fmt: skip
         self.form, self.plan = form, make_plan(form)
         self.tiles: Tiles = lay_tiles(self.batch, self.tokens, self.plan.tile, inputs.cu_seqlens)
-        self.aligned = aligned(*inputs[:10])
         self.spread = (self.tiles.per_row, self.tiles.per_piece, self.tiles.pieces)
+
+    @cached_property
+    def aligned(self) -> bool:
+        return aligned(*self.inputs[:10])
 
     def strides(self, dy: Tensor | None = None) -> tuple[int, ...]:
         x = self.inputs

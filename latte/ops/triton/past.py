@@ -18,7 +18,8 @@ def lay_past(past: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def lift_past(laid: Tensor, slots: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The past [N P …] and the tokens [B T …] that `lay_past` put together."""
     if cu_seqlens is None:
-        return laid[:, :slots].contiguous(), laid[:, slots:].contiguous()
+        own = torch.contiguous_format  # each in memory of its own, as custom operations must return them
+        return laid[:, :slots].clone(memory_format=own), laid[:, slots:].clone(memory_format=own)
     sequences = cu_seqlens.shape[0] - 1
     tokens = laid.shape[1] - sequences * slots
     past = laid[0, past_rows(cu_seqlens, slots)].unflatten(0, (sequences, slots))
