@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     from benchmarks.rows import tables, text_table
 
-    given = sys.argv[1:] if arguments is None else arguments
-    document = report.document(f"python benchmarks/ops.py {shlex.join(given)}".strip(), options.device, options.quick)
+    document = report.document(command(options), options.device, options.quick)
     if not options.json:
         for name, rows in tables(document["rows"]).items():
             print(text_table(name, rows), end="\n\n")
@@ -54,6 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is not None:
         options.output.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return 0 if report.right else 1
+
+
+def command(options: argparse.Namespace) -> str:
+    """How to run this again; of the output only the file's name, since its folder is this machine's own affair."""
+    words = ["python", "benchmarks/ops.py", "--device", options.device]
+    words += ["--quick"] if options.quick else []
+    words += ["--output", options.output.name] if options.output is not None else []
+    return shlex.join(words)
 
 
 def run(device: str, quick: bool):

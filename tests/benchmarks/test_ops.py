@@ -34,7 +34,7 @@ def test_last_line_is_the_document(quick_run):
 def test_document_of_a_quick_run(quick_run):
     _, document = quick_run
     assert (document["benchmark"], document["device"], document["quick"]) == ("ops", "cpu", True)
-    assert document["command"] == "python benchmarks/ops.py --quick --output result.json"
+    assert document["command"] == "python benchmarks/ops.py --device cpu --quick --output result.json"
     rows = document["rows"]
     assert all({"table", "target", "status", "note"} <= set(row) for row in rows)
     checks = [row for row in rows if row["table"] == "Correctness"]
