@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,9 +129,9 @@ def heads_first(draw: Draw) -> list[Tensor]:
     return [draw(sizes.batch, sizes.heads, sizes.tokens, sizes.head_dim) for _ in range(3)]
 
 
-def run_softmax(inputs: list[Tensor], sizes: Sizes) -> Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        q, k, v = inputs
+def run_softmax(inputs: list[Tensor], sizes: Sizes, kernel: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Tensor:
+    q, k, v = inputs
+    with sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -183,6 +183,9 @@ def run_loop(inputs: list[Tensor], sizes: Sizes) -> Tensor:
 
 
 SOFTMAX = Contender("softmax attention", "SDPA FlashAttention", heads_first, run_softmax)
+CUDNN = Contender(
+    "softmax attention", "SDPA cuDNN", heads_first, partial(run_softmax, kernel=SDPBackend.CUDNN_ATTENTION)
+)
 FLEX = Contender("window", "FlexAttention, compiled", heads_first, run_flex)
 LIGHTNET = Contender("Latte", "FLA chunk_lightnet", LATTE.draw, run_lightnet)
 LOOP = Contender("RG-LRU", "Python loop over time", RGLRU.draw, run_loop)

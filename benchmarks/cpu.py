@@ -1,6 +1,7 @@
 """The ops on a CPU in float32: time, growth and memory beside softmax attention, and the cost of one more token."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> Report:
     sizes = Sizes(1, plan.softmax_up_to)
     report = Report({
         "dtype": "float32", "threads": plan.threads, "heads": sizes.heads, "head_dim": sizes.head_dim,
-        "latents": sizes.latents, "window": sizes.window, "width": sizes.width,
+        "latents": sizes.latents, "window": sizes.window, "width": sizes.width, "load_at_start": load(),
     })  # fmt: skip
     with threads(plan.threads):
         report.rows += check_all(progress)
@@ -65,6 +66,11 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> Report:
         report.rows += steps(plan, progress)
     report.rows += memory(plan, progress)
     return report
+
+
+def load() -> float | None:
+    """Processes that wanted a core in the last minute: what else went on. A quiet machine has next to 0."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PLOT = Path("assets/time-per-token.svg")
-PEERS = ("FlexAttention, compiled", "FLA chunk_lightnet")
+PEERS = ("FlexAttention, compiled", "FLA chunk_lightnet", "SDPA cuDNN")
 
 Lines = dict[str, list[tuple[int, float]]]  # by contender, length and nanoseconds per token
 

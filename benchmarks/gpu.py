@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from benchmarks import limits
 from benchmarks.contenders import (
     CONVOLUTION,
+    CUDNN,
     FLEX,
     LATTE,
     LIGHTNET,
@@ -24,7 +25,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.correctness import check
 from benchmarks.gpu_suite import CHECKS, DTYPE, OPS, TARGETS, TIMES, TOKENS, TOLERANCE, Clock, Plan, Suite
-from benchmarks.gpu_targets import first_calls, flatness, memory
+from benchmarks.gpu_targets import first_calls, flatness, memory, warm_up
 from benchmarks.rows import Cell, Report, Row, Target
 from benchmarks.timing import GPUClock, Times, copy_bandwidth, reason
 
@@ -34,7 +35,10 @@ SEE = "its results are wrong, see Correctness"
 def measure(plan: Plan, progress: Callable[[str], None]) -> Report:
     started = time.perf_counter()
     with empty_cache() as cache:
-        rows = list(first_calls(progress, cache)) if plan.first_call else []
+        rows = []
+        if plan.first_call:
+            rows += first_calls(progress, cache)
+            warm_up(progress, cache)
         progress("bandwidth of a copy")
         suite = Suite(
             plan, progress, GPUClock(10, plan.rep), GPUClock(5, plan.rep // 2), copy_bandwidth(), started=started
@@ -67,19 +71,18 @@ def measure_all(suite: Suite) -> Report:
     })  # fmt: skip
     report.rows += check_all(suite, plan.ours, sizes)
     for shape in plan.shapes:
-        report.rows += time_ops(suite, [*plan.ours, SOFTMAX], shape)
+        report.rows += time_ops(suite, [*plan.ours, SOFTMAX, CUDNN], shape)
     targets = list(memory(suite, sizes))
+    attention = [contender for contender in plan.ours if contender not in (RGLRU, CONVOLUTION)]
+    for number, shape in enumerate(plan.more_shapes):
+        if number == 0:
+            report.rows += check_all(suite, attention, shape)
+        report.rows += time_ops(suite, [*attention, SOFTMAX], shape)
     times = list(time_lengths(suite))
     report.rows += times
     targets += flatness(times)
-    attention = [contender for contender in plan.ours if contender not in (RGLRU, CONVOLUTION)]
-    for shape in plan.more_shapes:
-        if shape.head_dim != sizes.head_dim and not suite.late(30.0):
-            report.rows += check_all(suite, attention, shape)
-            sizes = shape
-        report.rows += time_ops(suite, [*attention, SOFTMAX], shape, needed=15.0)
     for shape in plan.shapes:
-        report.rows += time_ops(suite, [LIGHTNET, *([FLEX] if plan.flex else [])], shape, needed=15.0)
+        report.rows += time_ops(suite, [LIGHTNET, *([FLEX] if plan.flex else [])], shape, needed=10.0)
     report.rows += targets
     report.rows.sort(key=lambda row: (CHECKS, OPS, TARGETS, TIMES).index(row.table))
     return report

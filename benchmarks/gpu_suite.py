@@ -22,10 +22,10 @@ class Plan:
     """How much is measured, in how many seconds."""
 
     shapes: Sequence[Sizes] = (Sizes(8, 4096), Sizes(2, 16384))
-    more_shapes: Sequence[Sizes] = (Sizes(8, 4096, 8, 96), Sizes(2, 16384, 8, 96))
+    more_shapes: Sequence[Sizes] = (Sizes(8, 4096, 8, 96), Sizes(2, 16384, 8, 96))  # of one other head width
     ours: Sequence[Contender] = OURS
     flex: bool = True
-    lengths: Sequence[int] = tuple(2**n for n in range(10, 21))
+    lengths: Sequence[int] = (1024, 4096, 16384, 32768, 131072, 524288, 1048576)
     tokens: int = TOKENS  # in all, until one sequence is longer
     softmax_up_to: int = 131072
     first_call: bool = True

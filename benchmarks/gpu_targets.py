@@ -69,12 +69,9 @@ def allocated(device: str) -> int:
 def first_calls(progress: Callable[[str], None], cache: str) -> Iterator[Row]:
     """The wait for a first result in a new process that has compiled nothing yet."""
     progress("first calls, in a fresh process")
-    target, environment = Target(10.0, unit=" s"), {"TRITON_CACHE_DIR": cache}
+    target = Target(10.0, unit=" s")
     try:
-        with ThreadPoolExecutor() as pool:  # other processes compile meanwhile what this run will need later
-            for what in ("ours", "flex"):
-                pool.submit(fresh.ask, "warm", what, environment=environment)
-            waits = fresh.ask("first-call", environment=environment)
+        waits = fresh.ask("first-call", environment={"TRITON_CACHE_DIR": cache})
     except RuntimeError as error:
         yield Row(TARGETS, {"what": "first call", "value": None}, target.text(), "skipped", reason(error))
         return
@@ -83,3 +80,11 @@ def first_calls(progress: Callable[[str], None], cache: str) -> Iterator[Row]:
         cells: dict[str, Cell] = {"what": f"{op}: seconds to the first result and gradients, compiling", "value": value}
         note = f"forward {wait['forward']:.2f} s, backward {wait['backward']:.2f} s"
         yield judged_row(TARGETS, cells, value, target, note)
+
+
+def warm_up(progress: Callable[[str], None], cache: str) -> None:
+    """Compile in processes side by side what the run needs besides; what fails there fails again where it counts."""
+    progress("compiling for other head widths, and FlexAttention")
+    with ThreadPoolExecutor() as pool:
+        for what in ("ours", "flex"):
+            pool.submit(fresh.ask, "warm", what, environment={"TRITON_CACHE_DIR": cache})

@@ -7,12 +7,14 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
 BAD_INPUT = 2
+STARTED = time.perf_counter()
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,7 +83,7 @@ def run(device: str, quick: bool):
 
 
 def progress(step: str) -> None:
-    print(f"{step} …", file=sys.stderr, flush=True)
+    print(f"{time.perf_counter() - STARTED:5.0f} s  {step} …", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,18 @@ def test_first_calls_that_fail_say_why(monkeypatch):
     assert (row.status, row.note) == ("skipped", "RuntimeError: no GPU")
 
 
+def test_warming_up_asks_for_both_and_minds_no_failure(monkeypatch):
+    asked = []
+
+    def fail(*arguments, environment):
+        asked.append((*arguments, environment["TRITON_CACHE_DIR"]))
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(fresh, "ask", fail)
+    gpu_targets.warm_up(lambda step: None, "/tmp")
+    assert sorted(asked) == [("warm", "flex", "/tmp"), ("warm", "ours", "/tmp")]
+
+
 def test_a_fresh_process_that_fails_says_why():
     with pytest.raises(RuntimeError, match="not understood: nothing"):
         fresh.ask("nothing")
@@ -161,6 +173,7 @@ def test_plans_hold_what_was_promised():
         (8, 4096, 12, 64), (2, 16384, 12, 64), (8, 4096, 8, 96), (2, 16384, 8, 96)
     ]  # fmt: skip
     assert (FULL.lengths[0], FULL.lengths[-1]) == (1024, 1048576)
+    assert len({(s.heads, s.head_dim) for s in FULL.more_shapes}) == 1  # checked once for all of them
     assert FULL.check_tokens % 64 == 0  # the kernels for whole tiles, which are the ones that are timed
     assert QUICK.seconds < FULL.seconds < 150
     assert torch.bfloat16 == gpu.DTYPE
