@@ -8,6 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+MOST_COMPILED = 4096
+
 
 @dataclass(frozen=True)
 class Form:
@@ -46,11 +48,13 @@ class Plan:
                aligned: bool) -> None:  # fmt: skip
         """Run a kernel; from the second time on without Triton's look at every argument.
 
-        What Triton specialises on are dtypes (fixed by the plan), numbers (part of the key) and alignment.
+        What Triton specialises on are dtypes (fixed by the plan), numbers and absent tensors (part of the key) and
+        alignment; what it compiles is loaded for one device.
         """
         if not all(grid):
             return
-        key = (name, numbers, tensors[0].device.index if tensors[0] is not None else None)
+        device = next(x for x in tensors if x is not None).device.index
+        key = (name, device, numbers, *(x is None for x in tensors))
         known = self.compiled.get(key) if aligned else None
         if known is not None:
             binary, values = known
@@ -58,6 +62,8 @@ class Plan:
             return
         binary = kernel[grid](*tensors, *numbers, **constants)
         if aligned and binary is not None:
+            if len(self.compiled) >= MOST_COMPILED:  # a length seen no more should not be kept for ever
+                self.compiled.clear()
             names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
             self.compiled[key] = (binary, tuple(constants[name] for name in names))
 

@@ -1,0 +1,80 @@
+"""Launches that skip Triton's look at the arguments take it again whenever that could find something else."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from latte.ops.triton import plan as plans
+
+
+class Kernel:
+    """A kernel that notes how it is launched: by way of Triton, or straight."""
+
+    params = (SimpleNamespace(name="N", is_constexpr=True), SimpleNamespace(name="x", is_constexpr=False))
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.launches.append(("by Triton", grid, arguments, constants))
+            return Binary(self)
+
+        return launch
+
+
+class Binary:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.launches.append(("straight", grid, arguments, {}))
+
+
+@pytest.fixture
+def plan() -> plans.Plan:
+    return plans.Plan(64, {}, 4, {}, {}, {})
+
+
+def launch(plan: plans.Plan, kernel: Kernel, tensors: tuple, numbers: tuple = (3,), aligned: bool = True) -> str:
+    plan.launch("kernel", kernel, (7,), tensors, numbers, {"N": 5, "num_warps": 4}, aligned)
+    return kernel.launches[-1][0]
+
+
+def test_the_second_launch_is_straight(plan: plans.Plan) -> None:
+    kernel, x = Kernel(), torch.zeros(2)
+    assert [launch(plan, kernel, (None, x)) for _ in range(2)] == ["by Triton", "straight"]
+    assert kernel.launches[1] == ("straight", (7, 1, 1), (None, x, 3, 5), {})
+
+
+def test_other_numbers_absences_or_alignment_go_by_triton(plan: plans.Plan) -> None:
+    kernel, x = Kernel(), torch.zeros(2)
+    launch(plan, kernel, (None, x))
+    assert launch(plan, kernel, (None, x), numbers=(4,)) == "by Triton"
+    assert launch(plan, kernel, (x, x)) == "by Triton"
+    assert launch(plan, kernel, (None, x), aligned=False) == "by Triton"
+
+
+def test_nothing_is_launched_for_an_empty_grid(plan: plans.Plan) -> None:
+    kernel = Kernel()
+    plan.launch("kernel", kernel, (0, 3), (torch.zeros(2),), (), {}, True)
+    assert not kernel.launches
+
+
+def test_lengths_seen_once_are_not_kept_for_ever(plan: plans.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MOST_COMPILED", 10)
+    kernel, x = Kernel(), torch.zeros(2)
+    for length in range(50):
+        launch(plan, kernel, (x,), numbers=(length,))
+    assert len(plan.compiled) <= 10
+
+
+def test_plans_differ_by_every_part_of_a_form() -> None:
+    form = plans.Form(
+        4, 2, 16, 64, 64, 128, torch.bfloat16, (torch.bfloat16,) * 3, True, False, False, False, False, False, True
+    )
+    assert plans.make_plan(form) is plans.make_plan(replace(form))
+    assert plans.make_plan(form) is not plans.make_plan(replace(form, dtypes=(torch.float32,) * 3))
+    assert plans.make_plan(replace(form, width=256, dtype=torch.float32)).tile == 32
