@@ -106,7 +106,7 @@ class Walk:
 
     def plan(self) -> list[list[tuple[int, int]]]:
         k = self.inputs.k
-        if k is None or self.rows == 0:
+        if k is None or self.rows == 0 or self.tokens == 1:  # one token never leaps
             return [[(start, min(start + TILE, self.tokens))] for start in range(0, self.tokens, TILE)]
         k = k.to(self.options.dtype)
         if self.empty is not None:
