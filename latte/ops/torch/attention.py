@@ -6,14 +6,13 @@ They are opaque to torch.compile, which neither unrolls their loops nor breaks t
 import torch
 from torch import Tensor
 
+from latte.ops.arguments import DIFFERENTIABLE, TENSORS
 from latte.ops.states import LatteState, WindowState
 from latte.ops.torch import causal as causal_mixture
 from latte.ops.torch import whole as whole_mixture
 from latte.ops.torch.packing import groups
 from latte.ops.torch.walk import Inputs, Options
 
-TENSORS = ("q", "k", "v", "window_q", "window_k", "mask", "log_norm", "mean", "past_keys", "past_values", "past_valid")
-DIFFERENTIABLE = ("q", "k", "v", "window_q", "window_k", "log_norm", "mean", "past_keys", "past_values")
 PER_TOKEN = ("q", "k", "v", "window_q", "window_k", "mask")
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from latte.ops.arguments import DIFFERENTIABLE, TENSORS
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
@@ -11,8 +12,6 @@ from latte.ops.triton.past import lay_past, lift_past
 
 MAX_WIDTH = 256
 MAX_LATENTS = 256
-TENSORS = ("q", "k", "v", "window_q", "window_k", "mask", "log_norm", "mean", "past_keys", "past_values", "past_valid")
-DIFFERENTIABLE = ("q", "k", "v", "window_q", "window_k", "log_norm", "mean", "past_keys", "past_values")
 
 
 def attend(
