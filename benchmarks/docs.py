@@ -26,7 +26,8 @@ INTRODUCTION = """\
 # Benchmarks
 
 This page is written by `benchmarks/docs.py` from the files in `benchmarks/results/`, which `benchmarks/ops.py` wrote;
-no figure is entered by hand. Inputs are random numbers from a fixed seed.
+no figure is entered by hand. Where rows were taken out of a file afterwards, its remarks say which and why. Inputs are
+random numbers from a fixed seed.
 
 - **wall** is the time of a call as a program sees it: the host launches, the GPU follows, and gaps between launches
   count. On a GPU it is the median of `triton.testing.do_bench`, which empties the L2 cache before every call.
@@ -87,6 +88,9 @@ def section(document: dict[str, Any]) -> list[str]:
         f"\n```sh\n{document['command']}\n```\n",
         f"Settings: {facts}.\n",
     ]
+    remarks = document.get("remarks", [])  # written into the file afterwards, by whoever found something to say
+    if remarks:
+        parts.append("\n".join(f"- {remark}" for remark in remarks) + "\n")
     for name, rows in tables(document["rows"]).items():
         parts.append(f"### {name}\n\n{markdown_table(rows)}\n")
     return parts

@@ -63,6 +63,13 @@ def test_page_and_plot_of_a_sample(tmp_path):
     assert all(words in plot for words in ("Latte", "softmax attention (SDPA FlashAttention)", "tokens in a sequence"))
 
 
+def test_remarks_of_a_file_are_shown(tmp_path):
+    remarked = sample("cpu") | {"remarks": ["one row was taken out", "another peer is faster"]}
+    docs.main(write(tmp_path / "results", "cpu-ops.json", remarked), tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    assert "- one row was taken out\n- another peer is faster\n" in page
+
+
 def test_curves_have_every_contender():
     lines = docs.curves(sample("cuda"), "forward")
     assert lines == {
