@@ -1,1 +1,1 @@
-"""Speed and memory of the ops, beside what else there is for the same work. `ops.py` is the program."""
+"""Speed and memory beside what else there is for the same work: the programs are ops.py, decode.py and model.py."""

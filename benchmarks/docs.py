@@ -11,9 +11,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PLOT = Path("assets/time-per-token.svg")
-PEERS = ("FlexAttention, compiled", "FLA chunk_lightnet", "SDPA cuDNN")
-
-Lines = dict[str, list[tuple[int, float]]]  # by contender, length and nanoseconds per token
 
 SECTIONS = {
     "cpu-ops.json": ("On a CPU", "latte bench ops --output benchmarks/results/cpu-ops.json"),
@@ -25,9 +22,9 @@ SECTIONS = {
 INTRODUCTION = """\
 # Benchmarks
 
-This page is written by `benchmarks/docs.py` from the files in `benchmarks/results/`, which `benchmarks/ops.py` wrote;
-no figure is entered by hand. Where rows were taken out of a file afterwards, its remarks say which and why. Inputs are
-random numbers from a fixed seed.
+This page is written by `benchmarks/docs.py` from the files in `benchmarks/results/`, which the programs beside it
+wrote; no figure is entered by hand. Where rows were taken out of a file afterwards, its remarks say which and why.
+Inputs are random numbers from a fixed seed.
 
 - **wall** is the time of a call as a program sees it: the host launches, the GPU follows, and gaps between launches
   count. On a GPU it is the median of `triton.testing.do_bench`, which empties the L2 cache before every call.
@@ -38,20 +35,46 @@ random numbers from a fixed seed.
   device over limit.
 - On a CPU the contenders take turns, and the time is the median of **runs**; **peak memory** is that of a fresh
   process, by its resident set, and the results of the call are part of it.
-- Results count only beside a right answer: outputs and all gradients are compared with float64 in the same run, by
-  ‖difference‖ / ‖right‖, and run twice to see the same bits.
+- Results of ops count only beside a right answer: outputs and all gradients are compared with float64 in the same run,
+  by ‖difference‖ / ‖right‖, and run twice to see the same bits.
 - A row says **ok** or **missed** where there is a target, **wrong** if its results failed the comparison, and
   **skipped**, with the reason, where a contender does not run.
 """
+MODELS = """\
+## Whole models
+
+Models have random weights from a fixed seed and read random tokens. The transformer beside ours has the same width,
+layers, feed-forward and vocabulary, the same code but for its attention, and FlashAttention without a mask tensor.
+
+- **Training** is forward, backward and a step of AdamW, with weights in the dtype that is named; the loss of both holds
+  no logits. **Forward** computes all hidden states and the logits of the last token, as for a prompt. A step has the
+  same number of tokens at every context, until one sequence has more. Times are medians; the first step, in which the
+  compiler works, is apart.
+- **One more token** is a step of greedy generation from a cache. On a GPU the step is compiled and captured as a CUDA
+  graph. Ours has read its context; the transformer's keys and values are random, exactly as many as the context has
+  tokens, and read without a mask, which is the least that a transformer's step can do. Before it is timed, the last
+  token's logits by way of the cache are compared with those of the whole sequence at once.
+"""
+MODEL_SECTIONS = {
+    "cpu-decode.json": "One more token, on a CPU",
+    "h200-decode.json": "One more token, on an NVIDIA H200",
+    "cpu-model.json": "Training and forward, on a CPU",
+    "h200-model.json": "Training and forward, on an NVIDIA H200",
+}
 
 
 def main(results: Path = ROOT / "benchmarks" / "results", docs: Path = ROOT / "docs") -> int:
     """Write the page and the plot; the same results give the same files."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
+    from benchmarks import plots
+
     found = {name: load(results / name) for name in SECTIONS if (results / name).is_file()}
-    plotted = draw(found, docs / PLOT)
-    (docs / "benchmarks.md").write_text(page(found, plotted), encoding="utf-8")
+    models = {name: load(results / name) for name in MODEL_SECTIONS if (results / name).is_file()}
+    plotted = plots.draw({SECTIONS[name][0]: document for name, document in found.items()}, docs / PLOT)
+    pictures = plots.draw_models({MODEL_SECTIONS[name]: document for name, document in models.items()}, docs)
+    text = page(found, plotted) + model_page(models, pictures)
+    (docs / "benchmarks.md").write_text(text, encoding="utf-8")
     return 0
 
 
@@ -72,6 +95,17 @@ def page(found: dict[str, dict[str, Any]], plotted: bool) -> str:
             parts += section(found[name])
         else:
             parts.append(f"There are no results yet. On such a machine, run\n\n```sh\n{command}\n```\n")
+    return "\n".join(parts)
+
+
+def model_page(found: dict[str, dict[str, Any]], pictures: dict[str, Path]) -> str:
+    """What whole models gave; nothing where they were not measured."""
+    if not found:
+        return ""
+    parts = ["", MODELS, *(f"![{words}]({path})\n" for words, path in pictures.items())]
+    for name, title in MODEL_SECTIONS.items():
+        if name in found:
+            parts += [f"## {title}\n", *section(found[name])]
     return "\n".join(parts)
 
 
@@ -104,69 +138,6 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [[heading(name) for name in names], ["---" if word else "---:" for word in words]]
     lines += [[show(row.get(name)).replace("|", "\\|") for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def draw(found: dict[str, dict[str, Any]], path: Path) -> bool:
-    """Plot time per token, a panel for each machine and pass; False, and no file, where there is nothing to plot."""
-    panels = {
-        f"{SECTIONS[name][0]}, {what}": curves(document, what)
-        for name, document in found.items()
-        for what in ("forward", "forward+backward")
-    }
-    panels = {title: lines for title, lines in panels.items() if lines}
-    if not panels:
-        path.unlink(missing_ok=True)
-        return False
-    plot(panels, path)
-    return True
-
-
-def plot(panels: dict[str, Lines], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    style: dict[Any, Any] = {"svg.hashsalt": "latte", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
-    rows = -(-len(panels) // 2)
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(rows, 2, figsize=(9, 0.6 + 3.2 * rows), squeeze=False, layout="constrained")
-        drawn = {}
-        for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-            for label, points in lines.items():
-                colour = f"C{labels.index(label)}"  # the same in every panel
-                (drawn[label],) = axis.loglog(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_locator(LogLocator(base=4))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: length(tokens)))
-            axis.yaxis.set_minor_formatter(NullFormatter())
-            axis.set(title=title, xlabel="tokens in a sequence", ylabel="nanoseconds per token")
-        for axis in axes.flat[len(panels) :]:
-            axis.remove()
-        figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=3, frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-
-
-def length(tokens: float) -> str:
-    return f"{tokens / 2**20:g}M" if tokens >= 2**20 else f"{tokens / 2**10:g}K"
-
-
-def curves(document: dict[str, Any], what: str) -> Lines:
-    """Length and nanoseconds per token of every contender; of other people's kernels, one or two lengths will do."""
-    lines: Lines = {}
-    for row in document["rows"]:
-        taken = row.get("ns_per_token")
-        if taken is None and row.get("by") in PEERS and row.get("head_dim") == 64:  # those timed at some lengths only
-            milliseconds = row.get("device_ms") or row.get("wall_ms")
-            taken = milliseconds and 1e6 * milliseconds / (row["batch"] * row["tokens"])
-        if taken and row["pass"] == what:
-            label = row["op"] if row["by"] == "latte" else f"{row['op']} ({row['by']})"
-            lines.setdefault(label, []).append((row["tokens"], taken))
-    return {label: sorted(points) for label, points in lines.items()}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,9 +60,9 @@ class Report:
     def right(self) -> bool:
         return all(row.status != "wrong" for row in self.rows)
 
-    def document(self, command: str, device: str, quick: bool) -> dict[str, Any]:
+    def document(self, command: str, device: str, quick: bool, benchmark: str = "ops") -> dict[str, Any]:
         return {
-            "benchmark": "ops",
+            "benchmark": benchmark,
             "device": device,
             "quick": quick,
             "date": datetime.now(UTC).date().isoformat(),
@@ -100,11 +101,12 @@ def versions() -> dict[str, Cell]:
         "torch": torch.__version__,
         "latte": latte.__version__,
     }
-    try:
-        import triton
-    except ImportError:
-        return found
-    return found | {"triton": triton.__version__}
+    for name in ("triton", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def tables(rows: Iterable[dict[str, Cell]]) -> dict[str, list[dict[str, Cell]]]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Mapping
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,3 +87,54 @@ def copy_bandwidth(size: int = 2**30) -> float:
     target = torch.empty_like(source)
     milliseconds: Any = testing.do_bench(lambda: target.copy_(source), warmup=20, rep=100, return_mode="median")
     return 2 * size / (milliseconds / 1e3)
+
+
+def replay_times(graph: Any, budget: float = 0.5, most: int = 300) -> float:
+    """Median seconds of a CUDA graph's replay, each between two events, for about `budget` seconds."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    count = max(10, min(most, int(budget / (start.elapsed_time(end) / 5e3))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return median(first.elapsed_time(second) / 1e3 for first, second in pairwise(events))
+
+
+class StepTimes(NamedTuple):
+    """Of a step that is repeated."""
+
+    first: float  # seconds of the first call, in which compilers work
+    median: float
+    peak: float | None  # GiB on a GPU
+
+
+def step_times(step: Step, device: str, least: int = 5, budget: float = 1.5, warm: int = 2) -> StepTimes:
+    """Seconds of long steps, one after another without waiting for the GPU between them, for about `budget` seconds."""
+    if device == "cpu":
+        first = seconds(step)
+        return StepTimes(first, median(seconds(step) for _ in range(least)), None)
+    import torch
+
+    def run(count: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for event in events[:-1]:
+            event.record()
+            step()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+
+    (first,) = run(1)
+    warmed = run(warm)
+    torch.cuda.reset_peak_memory_stats()
+    count = max(least, min(50, int(budget / warmed[-1])))
+    return StepTimes(first, median(run(count)), torch.cuda.max_memory_allocated() / 2**30)

@@ -3,13 +3,13 @@
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
 
 import latte
-from latte import ops
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,10 +34,15 @@ def test_command_is_installed():
 
 
 @pytest.mark.parametrize("name", latte.__all__)
-def test_public_names_are_those_of_the_ops(name):
-    assert getattr(latte, name) is getattr(ops, name)
-    assert name in ops.__all__
+def test_public_names_are_those_of_their_homes(name):
+    home = import_module(latte._HOMES[name])
+    assert getattr(latte, name) is getattr(home, name)
+    assert name in home.__all__
     assert name in dir(latte)
+
+
+def test_every_public_name_has_a_home():
+    assert sorted(latte._HOMES) == sorted(latte.__all__)
 
 
 def test_unknown_names_are_attribute_errors():

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 import latte
-from latte.cli import bench, demo
+from latte.cli import bench, demo, generate
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 
 app = typer.Typer(name="latte", add_completion=False, pretty_exceptions_enable=False)
 app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
 app.add_typer(bench.app, name="bench")
 
 

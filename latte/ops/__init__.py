@@ -6,6 +6,7 @@ token oracle. Each takes and returns an explicit state, so a sequence may be cut
 
 from latte.ops.attention import latte_attention, linear_attention, macchiato_attention, window_attention
 from latte.ops.convolution import short_conv
+from latte.ops.cross_entropy import linear_cross_entropy
 from latte.ops.recurrence import rglru
 from latte.ops.states import (
     LatteOutput,
@@ -33,6 +34,7 @@ __all__ = [
     "attention_weights",
     "latte_attention",
     "linear_attention",
+    "linear_cross_entropy",
     "macchiato_attention",
     "rglru",
     "short_conv",

@@ -5,7 +5,6 @@ which parts they hand to it: latents (Latte), a window (sliding-window attention
 attention is the undirected model: the same state, with latents chosen by p(l|t) ∝ φ(q_t)_l Σ_s φ(k_s)_l.
 """
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -178,7 +177,7 @@ def _attend(
             from latte.ops.triton.attention import attend
     if scale is None and window_q is not None:
         scale = window_q.shape[-1] ** -0.5
-    with torch.autocast(v.device.type, enabled=False):
+    with checks.no_autocast(v.device):
         return attend(
             q, k, v, window_q, window_k, window=window, scale=1.0 if scale is None else scale, softcap=softcap or 0.0,
             undirected=undirected, causal=causal, mask=mask, latents=latents, past=past, cu_seqlens=cu_seqlens,

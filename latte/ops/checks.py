@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,13 @@ def backend_for(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
     return "triton" if device.type == "cuda" else "torch"
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A region without autocast; where there is none anyway, one that costs nothing."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def check_shape(name: str, tensor: object, legend: str, shape: Sequence[int | None]) -> None:
@@ -60,9 +68,9 @@ def check_window(window: object) -> None:
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:  # math.isfinite takes no number that is symbolic
         raise ValueError(f"scale is {scale}; it must be finite, or None for E ** -0.5")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for no cap")
 
 

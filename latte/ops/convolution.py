@@ -1,6 +1,5 @@
 """The short causal convolution: each channel mixes its last few tokens before the logits."""
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -43,7 +42,7 @@ def short_conv(
             from latte.ops.torch.convolution import convolve
         case _:
             from latte.ops.triton.convolution import convolve
-    with torch.autocast(x.device.type, enabled=False):
+    with checks.no_autocast(x.device):
         state = x.new_zeros(past) if state is None else state.to(x.dtype)
         y, state = convolve(
             x, weight, bias, mask=mask, state=state, cu_seqlens=cu_seqlens, dtype=accumulation_dtype(x, weight, bias)

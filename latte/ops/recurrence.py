@@ -1,6 +1,5 @@
 """The RG-LRU: a gated linear recurrence that mixes tokens before the logits (eqs. 18-19)."""
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -44,7 +43,7 @@ def rglru(
             from latte.ops.torch.recurrence import recur
         case _:
             from latte.ops.triton.recurrence import recur
-    with torch.autocast(x.device.type, enabled=False):
+    with checks.no_autocast(x.device):
         y, state = recur(
             x, a_gate, x_gate, a_param, mask=mask, state=state, cu_seqlens=cu_seqlens,
             dtype=accumulation_dtype(x, a_gate, x_gate, a_param),

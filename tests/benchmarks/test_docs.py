@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import docs
+from benchmarks import docs, plots
 from benchmarks.rows import Report, Row
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +63,56 @@ def test_page_and_plot_of_a_sample(tmp_path):
     assert all(words in plot for words in ("Latte", "softmax attention (SDPA FlashAttention)", "tokens in a sequence"))
 
 
+def model_sample() -> dict:
+    """A document of whole models, with figures that mean nothing."""
+    rows = [
+        Row(table, {"model": model, "by": by, "context": context, "batch": 1, "ms_per_step": 2.0, "tokens_per_s": 5.0})
+        for table, names in (
+            ("Training", ("latte-r-swa++", "transformer++")),
+            ("Forward, larger shapes", ("Latte-R-SWA++ 2.6B", "Transformer++ 2.6B", "Latte-R-SWA++ 400M")),
+            ("One more token", ("latte-r-swa++", "transformer++")),
+        )
+        for model in names
+        for by in ("latte" if "latte" in model.lower() else "SDPA FlashAttention",)
+        for context in (1024, 4096)
+    ]
+    rows.append(Row("Training", {"model": "x", "by": "latte", "context": 1024}, status="skipped", note="out of time"))
+    return sample("cuda") | {"rows": [row.as_dict() for row in rows]}
+
+
+def test_models_have_sections_and_pictures_once_they_are_measured(tmp_path):
+    docs.main(write(tmp_path / "results", "h200-model.json", model_sample()), tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    assert "## Training and forward, on an NVIDIA H200\n" in page
+    assert "## One more token, on a CPU\n" not in page
+    for path in (plots.STEP, plots.TRAINING, plots.FIGURE):
+        assert f"]({path})" in page
+        assert ElementTree.parse(tmp_path / path).getroot().tag.endswith("svg")
+    figure = (tmp_path / plots.FIGURE).read_text(encoding="utf-8")
+    assert all(words in figure for words in ("2.6B parameters", "400M parameters", "Latte-R-SWA++"))
+
+
+def test_without_models_the_page_does_not_speak_of_them(tmp_path):
+    docs.main(write(tmp_path / "results", "cpu-ops.json", sample("cpu")), tmp_path)
+    assert "Whole models" not in (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    assert not (tmp_path / plots.FIGURE).exists()
+
+
+def test_lines_of_models():
+    found = {"Training and forward, on a CPU": model_sample()}
+    assert plots.by_context(found, "Training", "tokens_per_s") == {
+        "a CPU": {
+            "latte-r-swa++": [(1024, 5.0), (4096, 5.0)],
+            "transformer++ (SDPA FlashAttention)": [(1024, 5.0), (4096, 5.0)],
+        }
+    }
+    assert {size: set(lines) for size, lines in plots.by_size(found).items()} == {
+        "2.6B parameters": {"Latte-R-SWA++", "Transformer++"},
+        "400M parameters": {"Latte-R-SWA++"},
+    }
+    assert set(plots.one_more_token(found)) == {"a CPU, batch 1"}
+
+
 def test_remarks_of_a_file_are_shown(tmp_path):
     remarked = sample("cpu") | {"remarks": ["one row was taken out", "another peer is faster"]}
     docs.main(write(tmp_path / "results", "cpu-ops.json", remarked), tmp_path)
@@ -71,18 +121,18 @@ def test_remarks_of_a_file_are_shown(tmp_path):
 
 
 def test_curves_have_every_contender():
-    lines = docs.curves(sample("cuda"), "forward")
+    lines = plots.curves(sample("cuda"), "forward")
     assert lines == {
         "Latte": [(1024, 512.0), (4096, 2048.0)],
         "softmax attention (SDPA FlashAttention)": [(1024, 1024.0), (4096, 4096.0)],
         "window (FlexAttention, compiled)": [(4096, pytest.approx(1e6 / 8192))],
     }
-    assert len(docs.curves(sample("cuda"), "forward+backward")) == 2
+    assert len(plots.curves(sample("cuda"), "forward+backward")) == 2
 
 
 @pytest.mark.parametrize(("tokens", "text"), [(1024, "1K"), (65536, "64K"), (1048576, "1M")])
 def test_lengths_as_text(tokens, text):
-    assert docs.length(tokens) == text
+    assert plots.length(tokens) == text
 
 
 def test_the_same_results_give_the_same_files(tmp_path):
@@ -117,11 +167,11 @@ def test_examples_run_in_order(capsys):
 
 
 def test_every_public_op_is_described():
-    import latte
+    from latte import ops
 
-    for name in latte.__all__:
+    for name in ops.__all__:
         if name.endswith("State"):
             assert f"`{name}(" in OPS
-        else:
+        elif not name.endswith("Output"):
             assert f"### {name}\n" in OPS
             assert f"{name}(" in OPS.partition(f"### {name}\n")[2].partition("###")[0]

@@ -1,4 +1,4 @@
-"""`latte bench ops`: finds the benchmark of the checkout and hands its options on."""
+"""`latte bench`: finds the benchmarks of the checkout and hands their options on."""
 
 import json
 
@@ -18,8 +18,9 @@ def main(argv):
 
 @pytest.fixture
 def recorder(tmp_path, monkeypatch):
-    """A benchmark that prints its arguments and exits with 7."""
-    (tmp_path / "ops.py").write_text(RECORDER, encoding="utf-8")
+    """Benchmarks that print their arguments and exit with 7."""
+    for name in ("ops", "decode", "model"):
+        (tmp_path / f"{name}.py").write_text(RECORDER, encoding="utf-8")
     monkeypatch.setattr(bench, "BENCHMARKS", tmp_path)
 
 
@@ -37,8 +38,27 @@ def test_options_and_exit_code_pass_through(given, handed_on, capsys):
     assert json.loads(capsys.readouterr().out) == handed_on
 
 
-def test_the_checkout_has_the_benchmark():
-    assert callable(bench.load_benchmark("ops").main)
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize(
+    ("given", "handed_on"),
+    [
+        (["decode"], []),
+        (
+            ["decode", "--contexts", "1K,64K", "--batches", "1", "--quick"],
+            ["--contexts", "1K,64K", "--batches", "1", "--quick"],
+        ),
+        (["model", "--model", "latte++", "--seconds", "60"], ["--model", "latte++", "--seconds", "60.0"]),
+        (["model", "--parts", "training", "--tokens", "32K"], ["--tokens", "32K", "--parts", "training"]),
+    ],
+)
+def test_options_of_model_benchmarks_pass_through(given, handed_on, capsys):
+    assert main(["bench", *given]) == 7
+    assert json.loads(capsys.readouterr().out) == ["--device", "cpu", *handed_on]
+
+
+@pytest.mark.parametrize("name", ["ops", "decode", "model"])
+def test_the_checkout_has_the_benchmark(name):
+    assert callable(bench.load_benchmark(name).main)
 
 
 def test_without_a_checkout_the_error_says_what_to_do(tmp_path, monkeypatch, capsys):

@@ -22,15 +22,21 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return printed.err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["bench", "ops", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["demo"], ["generate"], ["bench"], ["bench", "ops"], ["bench", "decode"], ["bench", "model"]],
+    ids=" ".join,
+)
 def test_every_command_has_help(arguments, capsys):
-    assert main(arguments) == 0
+    assert main([*arguments, "--help"]) == 0
     printed = capsys.readouterr()
     assert "Usage: latte" in printed.out
     assert printed.err == ""
 
 
-@pytest.mark.parametrize(("arguments", "listed"), [([], ["demo", "bench"]), (["bench"], ["ops"])])
+@pytest.mark.parametrize(
+    ("arguments", "listed"), [([], ["demo", "generate", "bench"]), (["bench"], ["ops", "decode", "model"])]
+)
 def test_without_a_command_help_lists_the_commands(arguments, listed, capsys):
     assert main(arguments) == 0
     printed = capsys.readouterr().out

@@ -59,6 +59,11 @@ def main() -> None:
     call(ops.rglru, normal(B, T, W), normal(B, T, W), normal(B, T, W), shared=(normal(W),))
     call(ops.short_conv, normal(B, T, W), shared=(normal(W, K),))
     call(ops.short_conv, normal(B, T, W), shared=(normal(W, K), normal(W)))
+    for reduction in ("mean", "sum", "none"):
+        for backend in ("reference", "torch"):
+            targets = torch.tensor([1, -100, 0], dtype=torch.int64 if reduction == "mean" else torch.int32)
+            ops.linear_cross_entropy(normal(3, W), normal(K, W), targets, reduction=reduction, backend=backend)
+    ops.linear_cross_entropy(normal(3, W), normal(K, W), targets, num_items=torch.tensor(7), softcap=2.0)
 
 
 def refuses_a_swapped_axis() -> bool:

@@ -1,5 +1,7 @@
 """`attend` by Triton kernels, as custom operations that torch.compile takes whole."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from latte.ops.triton import launch
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.past import lay_past, lift_past
+from latte.ops.triton.prepare import prepare
+from latte.ops.triton.replay import Cookbook
 
 MAX_WIDTH = 256
 MAX_LATENTS = 256
@@ -71,14 +75,26 @@ def _forward(
         check_bounds(cu_seqlens, v.shape[1])
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
     call = launch.Call(_inputs(*tensors), launch.Options(*options))
-    with torch.cuda.device_of(v):
+
+    def run() -> tuple[launch.States | None, Tensor, Tensor]:
         states = launch.tile_states(call) if k is not None else None
-        y, lse = launch.outputs(call, states)
+        return states, *launch.outputs(call, states)
+
+    with torch.cuda.device_of(v):
+        _prepare(call, "forward", run)
+        states, y, lse = run()
     if states is None:
         last = call.empty(call.tiles.sequences, call.form.heads, 0)
         none = [call.empty(0) for _ in range(KEPT - 1)]
         return y, last, call.empty(*last.shape, v.shape[3]), *none, lse
     return y, states.last_norm, states.last_mean, *states[:4], lse
+
+
+def _prepare(call: launch.Call, what: str, run: Callable[[], object]) -> None:
+    """Before the first call of its kind, compile its kernels together."""
+    if what not in call.plan.prepared:
+        prepare(output_kernel, run)
+        call.plan.prepared.add(what)
 
 
 def _backward(
@@ -92,14 +108,17 @@ def _backward(
     into = states = None
     if k is not None:
         states = launch.States(norm, means, keys, wild, last, last_mean)
-        if dmean is None:
-            carry, carry_h = torch.zeros_like(last_mean), torch.zeros_like(last)
-        else:
-            carry = dmean.float().contiguous()
+        if dmean is not None or dlog_norm is not None:
+            carry = torch.zeros_like(last_mean) if dmean is None else dmean.float().contiguous()
             carry_h = (carry * last_mean).sum(dim=-1)
-        into = (carry, carry_h if dlog_norm is None else carry_h - dlog_norm.float())
+            into = (carry, carry_h if dlog_norm is None else carry_h - dlog_norm.float())
+
+    def run() -> launch.Gradients:
+        return launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into)
+
     with torch.cuda.device_of(v):
-        grads = launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into)
+        _prepare(call, "backward", run)
+        grads = run()
     dv, dkeys, dpast_keys, dpast_values = grads.v, grads.window_k, None, None
     if call.inputs.slots and dkeys is not None:
         dpast_values, dv = lift_past(dv, call.inputs.slots, cu_seqlens)
@@ -116,31 +135,61 @@ def _backward(
     return [None if x is None or d is None else d.to(x.dtype) for d, x in zip(found, given, strict=True)]
 
 
+FORWARD, BACKWARD = Cookbook(), Cookbook()
+
+
 class Mixture(torch.autograd.Function):
-    """`_forward` and `_backward` for eager calls."""
+    """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
     def forward(ctx, *arguments):
         tensors, options = arguments[:12], arguments[12:]
-        results = _forward(*tensors, *options)
-        ctx.save_for_backward(*results[1:], *tensors)
-        ctx.options = options
-        ctx.mark_non_differentiable(*results[3:])
+
+        def call() -> tuple[list[Tensor], list[Tensor]]:
+            results = _forward(*tensors, *options)
+            return list(results[:3]), list(results[3:])
+
+        recipe = FORWARD.find(tensors, options, call) if _plain(tensors) else None
+        if recipe is None:
+            outputs, kept = call()
+        else:
+            outputs, memory = recipe.run(tensors)
+            kept = [memory]
+        ctx.save_for_backward(*outputs[1:], *tensors, *kept)
+        ctx.options, ctx.recipe = options, recipe
         ctx.set_materialize_grads(False)
-        return results
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *gradients):
-        dy, dlog_norm, dmean = gradients[:3]
+        dy, dlog_norm, dmean = gradients
         saved = ctx.saved_tensors
-        kept, tensors = saved[: 2 + KEPT], saved[2 + KEPT :]
+        last, tensors, kept = saved[:2], saved[2:14], saved[14:]
         if dy is None:
             dy = torch.zeros(_output_shape(*tensors[:4]), dtype=tensors[2].dtype, device=tensors[2].device)
         if tensors[1] is None:  # without latents the state is empty, and so are its gradients
             dlog_norm = dmean = None
-        found = _backward(dy, dlog_norm, dmean, kept, *tensors, *ctx.options)
+        inputs = (dy, *last, *kept, *tensors)
+
+        def call() -> list[Tensor | None]:
+            parts = kept if ctx.recipe is None else ctx.recipe.views(kept[0])
+            return _backward(dy, dlog_norm, dmean, (*last, *parts), *tensors, *ctx.options)
+
+        recipe = None
+        if ctx.recipe is not None and dlog_norm is None and dmean is None:
+            recipe = BACKWARD.find(inputs, ctx.options, lambda: ([x for x in call() if x is not None], []))
+        if recipe is None:
+            found = call()
+        else:  # of a plain call, every tensor has a gradient
+            results = iter(recipe.run(inputs)[0])
+            found = [None if x is None else next(results) for x in (*tensors[:5], *tensors[6:10])]
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
         return (*(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+
+
+def _plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call is nothing but its kernels: no state, no past, no packing, and rows that lie as they should."""
+    return all(x is None for x in tensors[6:]) and all(x is None or x.stride(-1) == 1 for x in tensors[:6])
 
 
 def _output_shape(q, k, v, window_q) -> tuple[int, ...]:

@@ -5,11 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops.triton.plan import constexpr_values
+from latte.ops.triton.replay import note_launch
+
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run `programs` programs of a kernel on the device of its first argument."""
-    with torch.cuda.device_of(arguments[0]):
-        kernel[(programs,)](*arguments, **options)
+    """Run `programs` programs of a kernel on the device of its first tensor."""
+    with torch.cuda.device_of(next(x for x in arguments if x is not None)):
+        binary = kernel[(programs,)](*arguments, **options)
+    if binary is not None:
+        note_launch(binary, (programs,), (*arguments, *constexpr_values(kernel, options)))
 
 
 def side_by_side(x: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ def convolve(
             f"weight has K = {weight.shape[1]}; the Triton kernels take at most {MAX_TAPS} taps; "
             'use backend="torch" for more'
         )
-    y = short_conv_triton_forward(x, weight, bias, mask, state, cu_seqlens)
+    # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
+    run = short_conv_triton_forward if torch.compiler.is_compiling() else Convolution.apply
+    y = run(x, weight, bias, mask, state, cu_seqlens)
     clean = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
     return y, last_tokens(state, clean, cu_seqlens)
 
@@ -75,10 +77,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-@torch.library.custom_op("latte::short_conv_triton_forward", mutates_args=())
-def short_conv_triton_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
+def _forward(x, weight, bias, mask, past, cu_seqlens) -> Tensor:
     """y of the convolution, given the K − 1 inputs before each sequence."""
     batch, tokens, width = x.shape
     if cu_seqlens is not None:
@@ -97,23 +96,7 @@ def short_conv_triton_forward(
     return y
 
 
-@short_conv_triton_forward.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("latte::short_conv_triton_backward", mutates_args=())
-def short_conv_triton_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    past: Tensor,
-    cu_seqlens: Tensor | None,
-    through_past: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(dy, x, weight, mask, past, cu_seqlens, through_past) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias (in float32) and, if `through_past`, of the past."""
     batch, tokens, width = x.shape
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -152,6 +135,50 @@ def _past_gradient(dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor
     return dpast.to(past.dtype)
 
 
+class Convolution(torch.autograd.Function):
+    """`_forward` and `_backward` for eager calls."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        _save(ctx, inputs, inputs[0])
+        return _forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (dy,) = gradients
+        x, weight, mask, past, cu_seqlens = ctx.saved_tensors
+        return _finish(ctx, *_backward(dy, x, weight, mask, past, cu_seqlens, ctx.needs_input_grad[4]))
+
+
+@torch.library.custom_op("latte::short_conv_triton_forward", mutates_args=())
+def short_conv_triton_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    """y of the convolution, given the K − 1 inputs before each sequence."""
+    return _forward(x, weight, bias, mask, past, cu_seqlens)
+
+
+@short_conv_triton_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("latte::short_conv_triton_backward", mutates_args=())
+def short_conv_triton_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    past: Tensor,
+    cu_seqlens: Tensor | None,
+    through_past: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias (in float32) and, if `through_past`, of the past."""
+    return _backward(dy, x, weight, mask, past, cu_seqlens, through_past)
+
+
 @short_conv_triton_backward.register_fake
 def _(
     dy: Tensor,
@@ -174,7 +201,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias, dpast = short_conv_triton_backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[4])
+    return _finish(ctx, *short_conv_triton_backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[4]))
+
+
+def _finish(ctx: Any, dx: Tensor, dweight: Tensor, dbias: Tensor, dpast: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, dpast, None
 
 

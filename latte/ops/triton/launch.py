@@ -11,8 +11,10 @@ from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_ker
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.kernels.states import merge_kernel, piece_scan_kernel, walk_kernel
 from latte.ops.triton.plan import Form, aligned, make_plan, pick
+from latte.ops.triton.replay import empty
 from latte.ops.triton.tiles import Tiles, lay_tiles
 
+WILD_PROGRAMS = 512  # enough to fill a GPU with wild tiles, and soon gone where there are none
 SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED")
 
 
@@ -105,7 +107,7 @@ class Call:
         return ((name, False), (f"wild_{name}", True)) if self.form.latents and self.form.causal else ((name, False),)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.inputs.v.device)
+        return empty(shape, dtype, self.inputs.v.device)
 
 
 def tile_states(call: Call) -> States:
@@ -171,12 +173,12 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
         x.q, x.k, x.v, x.window_q, x.window_k, x.mask, *_seen(call, states), y, lse, call.tiles.table,
         call.tiles.bounds,
     )  # fmt: skip
-    numbers = call.numbers()
+    programs = call.tiles.total * call.form.heads
+    numbers = (*call.numbers(), programs)
     for name, wild in call.rounds("output"):
         constants = {**plan.shared, **plan.output, "WILD": wild}
-        plan.launch(
-            name, output_kernel, (call.tiles.total * call.form.heads,), tensors, numbers, constants, call.aligned
-        )
+        grid = (min(programs, WILD_PROGRAMS) if wild else programs,)
+        plan.launch(name, output_kernel, grid, tensors, numbers, constants, call.aligned)
     return y, lse
 
 
@@ -233,7 +235,7 @@ def gradients(
     for name, wild in call.rounds("query_grad"):
         constants = {**plan.shared, **plan.query_grad, "WILD": wild}
         plan.launch(name, query_grad_kernel, (tiles.total * heads,), tensors, numbers, constants, is_aligned)
-    if carries is not None and states is not None and into is not None:
+    if carries is not None and states is not None:
         carries = _scan_carries(call, states, carries, into)
     final = (None, None) if into is None else into
     tensors = (
@@ -242,7 +244,7 @@ def gradients(
         local_h, tiles.table, tiles.bounds, dk, own, dv, dwk,
     )  # fmt: skip
     numbers = (*numbers, *call.spread[1:], x.v.shape[1])
-    constants = {**plan.shared, **plan.key_grad}
+    constants = {**plan.shared, **plan.key_grad, "INTO": into is not None}
     for name, wild in call.rounds("key_grad"):
         grid = (tiles.total * call.form.value_heads,)
         plan.launch(
@@ -259,10 +261,10 @@ def gradients(
 
 
 def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return empty(x.shape, x.dtype, x.device)
 
 
-def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tensor, Tensor]) -> Carries:
+def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tensor, Tensor] | None) -> Carries:
     """Each tile's own carry becomes the carry after it; whole sequences' too where someone asks for them."""
     plan, tiles, form = call.plan, call.tiles, call.form
     pieces = tiles.rows * tiles.pieces
@@ -272,23 +274,29 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     )
     piece_h, after_h, piece_end = small.unbind()
     piece, after = wide.unbind()
-    whole, whole_h = into[0].clone(), into[1].clone()
+    whole = whole_h = None
+    if form.given or not form.causal:  # someone asks for the carry of whole sequences
+        whole, whole_h = (torch.zeros_like(x) for x in (states.last_mean, states.last_norm)) if into is None else (
+            x.clone() for x in into
+        )  # fmt: skip
     shared, blocks, constants = plan.shared, plan.shared["BLOCKS"], {"WHOLE": not form.causal, "num_warps": 4}
-    last = states.last_norm
+    last, final = states.last_norm, (None, None) if into is None else into
+    handed = {"INTO": into is not None}
     plan.launch(
         "carry_walk", carry_walk_kernel, (pieces, form.heads, blocks),
         (states.norm, last, carries.tile, carries.tile_h, piece, piece_h, piece_end, whole, whole_h, tiles.table),
-        call.spread, pick(shared, *SIZES, **constants), True,
+        call.spread, pick(shared, *SIZES, FIRST=whole is not None, **constants), True,
     )  # fmt: skip
     plan.launch(
         "carry_scan", carry_scan_kernel, (tiles.rows, form.heads, form.latents),
-        (piece, piece_h, piece_end, states.norm, last, *into, after, after_h, tiles.table), call.spread,
-        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", N=_lanes(tiles), **constants), True,
+        (piece, piece_h, piece_end, states.norm, last, *final, after, after_h, tiles.table), call.spread,
+        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", N=_lanes(tiles), **handed, **constants),
+        True,
     )  # fmt: skip
-    if form.given or not form.causal:
+    if whole is not None:
         plan.launch(
             "carry_finish", carry_finish_kernel, (tiles.sequences, form.heads, blocks) if tiles.total else (0,),
-            (whole, whole_h, after, after_h, piece_end, states.norm, last, *into, tiles.table, tiles.ends),
-            (tiles.sequences, *call.spread), pick(shared, *SIZES, **constants), True,
+            (whole, whole_h, after, after_h, piece_end, states.norm, last, *final, tiles.table, tiles.ends),
+            (tiles.sequences, *call.spread), pick(shared, *SIZES, **handed, **constants), True,
         )  # fmt: skip
     return carries._replace(after=after, after_h=after_h, piece_end=piece_end, whole=whole, whole_h=whole_h)

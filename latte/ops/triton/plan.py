@@ -8,6 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from latte.ops.triton.prepare import is_preparing
+from latte.ops.triton.replay import note_launch
+
 MOST_COMPILED = 4096
 
 
@@ -43,6 +46,7 @@ class Plan:
     query_grad: dict[str, int]
     key_grad: dict[str, int]
     compiled: dict[Any, Any] = field(default_factory=dict)
+    prepared: set[str] = field(default_factory=set)  # passes whose kernels are all compiled
 
     def launch(self, name: str, kernel: Any, grid: tuple[int, ...], tensors: tuple, numbers: tuple, constants: dict,
                aligned: bool) -> None:  # fmt: skip
@@ -53,19 +57,28 @@ class Plan:
         """
         if not all(grid):
             return
+        if is_preparing():
+            kernel.warmup(*tensors, *numbers, grid=grid, **constants)
+            return
         device = next(x for x in tensors if x is not None).device.index
         key = (name, device, numbers, *(x is None for x in tensors))
         known = self.compiled.get(key) if aligned else None
-        if known is not None:
-            binary, values = known
-            binary[(*grid, 1, 1)[:3]](*tensors, *numbers, *values)
-            return
-        binary = kernel[grid](*tensors, *numbers, **constants)
-        if aligned and binary is not None:
+        if known is None:
+            binary = kernel[grid](*tensors, *numbers, **constants)
+            if not aligned or binary is None:
+                return
             if len(self.compiled) >= MOST_COMPILED:  # a length seen no more should not be kept for ever
                 self.compiled.clear()
-            names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-            self.compiled[key] = (binary, tuple(constants[name] for name in names))
+            known = self.compiled[key] = (binary, constexpr_values(kernel, constants))
+        else:
+            binary, values = known
+            binary[(*grid, 1, 1)[:3]](*tensors, *numbers, *values)
+        note_launch(known[0], grid, (*tensors, *numbers, *known[1]))
+
+
+def constexpr_values(kernel: Any, constants: dict) -> tuple:
+    """The constants that a kernel takes as arguments, in its order."""
+    return tuple(constants[parameter.name] for parameter in kernel.params if parameter.is_constexpr)
 
 
 @cache

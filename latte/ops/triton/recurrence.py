@@ -15,10 +15,11 @@ from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
+from latte.ops.triton.replay import Cookbook, empty
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
 BLOCK = 64  # channels of a warp: 128 bytes of bfloat16
-SCAN_ROWS, SCAN_BLOCK = 64, 32
+SCAN_ROWS, SCAN_BLOCK = 32, 32  # 64 rows took five seconds to compile
 FORWARD_WARPS, BACKWARD_WARPS = 32, 16  # as many as a processor runs at once, with 64 and with 128 registers
 MIN_PIECE, MAX_PIECES = 64, 512
 
@@ -41,7 +42,9 @@ def recur(
         state = state.to(dtype)
     inputs = (x, a_gate, x_gate, a_param, state)
     save = torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in inputs)
-    y, final, _ = rglru_triton_forward(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save)
+    # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
+    run = rglru_triton_forward if torch.compiler.is_compiling() else Recurrence.apply
+    y, final, *_ = run(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save)
     return y, final
 
 
@@ -92,34 +95,24 @@ def _block(width: int) -> int:
     return min(BLOCK, triton.next_power_of_2(width))
 
 
-@torch.library.custom_op("latte::rglru_triton_forward", mutates_args=())
-def rglru_triton_forward(
-    x: Tensor,
-    a_gate: Tensor,
-    x_gate: Tensor,
-    a_param: Tensor,
-    mask: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save) -> tuple[Tensor, Tensor, Tensor]:
     """y, the state after each sequence, and, if `save`, h before every ROWS tokens."""
     batch, tokens, width = x.shape
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, tokens)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    checkpoints = x.new_empty(_checkpoint_shape(x, save), dtype=torch.float32)
+    y = empty(x.shape, x.dtype, x.device)
+    checkpoints = empty(_checkpoint_shape(x, save), torch.float32, x.device)
     if x.numel() == 0:
         unseen = x.new_full((sequences, width), -torch.inf, dtype=torch.float32)
         return y, unseen if state is None else state.clone(), checkpoints
-    final = x.new_empty((sequences, width), dtype=torch.float32)
+    final = empty((sequences, width), torch.float32, x.device)
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, FORWARD_WARPS)
     x, a_gate, x_gate = side_by_side(x), side_by_side(a_gate), side_by_side(x_gate)
     given = None if state is None else state.contiguous()
     options = _options(tokens, width, state, rows, X=x, A=a_gate, G=x_gate)
     sizes = (tokens, plan.pieces, plan.length, x.stride(0), a_gate.stride(0), x_gate.stride(0))
-    decays, ends = x.new_empty((2, batch, max(plan.pieces - 1, 1), width), dtype=torch.float32)
+    decays, ends = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
     if plan.pieces > 1:
         programs = batch * (plan.pieces - 1) * plan.blocks
         launch(
@@ -163,6 +156,109 @@ def scan_pieces(decays: Tensor, ends: Tensor, *, reverse: bool) -> None:
     launch(scan_pieces_kernel, batch * triton.cdiv(width, block), decays, ends, count, **options)
 
 
+def _backward(
+    dy, dfinal, checkpoints, x, a_gate, x_gate, a_param, mask, state, cu_seqlens
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, a_gate, x_gate, parts [· W] of a_param's in float32, and that of the state before."""
+    dx, da_gate, dx_gate = (empty(z.shape, z.dtype, z.device) for z in (x, a_gate, x_gate))
+    if x.numel() == 0:
+        return dx, da_gate, dx_gate, dfinal.new_zeros((1, x.shape[2])), dfinal.clone()
+    batch, tokens, width = x.shape
+    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, BACKWARD_WARPS)
+    dy, x, a_gate, x_gate, dfinal = (
+        side_by_side(dy),
+        side_by_side(x),
+        side_by_side(a_gate),
+        side_by_side(x_gate),
+        dfinal.contiguous(),
+    )
+    given = None if state is None else state.contiguous()
+    decays, starts = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
+    dparam = empty((batch * plan.pieces, width), torch.float32, x.device)
+    dstate = empty(dfinal.shape, dfinal.dtype, x.device)
+    sizes = (tokens, plan.pieces, plan.length, dy.stride(0))
+    if plan.pieces > 1:
+        options = _options(tokens, width, None, rows, Y=dy, A=a_gate)
+        launch(
+            piece_starts_kernel, batch * (plan.pieces - 1) * plan.blocks,
+            dy, a_gate, a_param, dfinal, rows.codes, rows.lasts, decays, starts, *sizes, a_gate.stride(0), **options,
+        )  # fmt: skip
+        scan_pieces(decays, starts, reverse=True)
+    options = _options(tokens, width, state, rows, Y=dy, X=x, A=a_gate, G=x_gate)
+    launch(
+        gradient_kernel, batch * plan.pieces * plan.blocks,
+        dy, x, a_gate, x_gate, a_param, dfinal, given, rows.codes, rows.lasts, starts, checkpoints,
+        dx, da_gate, dx_gate, dparam, dstate,
+        *sizes, x.stride(0), a_gate.stride(0), x_gate.stride(0), **options,
+    )  # fmt: skip
+    if rows.untouched is not None:
+        dstate = torch.where(rows.untouched, dfinal, dstate)
+    return dx, da_gate, dx_gate, dparam, dstate
+
+
+FORWARD, BACKWARD = Cookbook(), Cookbook()
+
+
+class Recurrence(torch.autograd.Function):
+    """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        tensors, save = arguments[:7], arguments[7]
+
+        def call() -> tuple[list[Tensor], list[Tensor]]:
+            y, final, checkpoints = _forward(*arguments)
+            return [y, final], [checkpoints]
+
+        recipe = FORWARD.find(tensors, (save,), call) if _plain(tensors) else None
+        if recipe is None:
+            outputs, kept = call()
+        else:
+            outputs, memory = recipe.run(tensors)
+            kept = [memory]
+        if save:
+            ctx.save_for_backward(*tensors, *kept)
+            ctx.recipe = recipe
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        dy, dfinal = gradients
+        *tensors, kept = ctx.saved_tensors
+        inputs = (dy, dfinal, kept, *tensors)
+
+        def call() -> list[Tensor]:
+            checkpoints = kept if ctx.recipe is None else ctx.recipe.views(kept)[0]
+            return list(_backward(dy, dfinal, checkpoints, *tensors))
+
+        plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
+        recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
+        dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
+        dparam = dparam.sum(dim=0).to(tensors[3].dtype)
+        return dx, da_gate, dx_gate, dparam, None, None if tensors[5] is None else dstate, None, None
+
+
+def _plain(tensors: tuple) -> bool:
+    """Whether a call is nothing but its kernels: no mask, state or packing, and channels side by side."""
+    given, absent = tensors[:4], tensors[4:]
+    return all(x is None for x in absent) and all(x.stride(-1) == 1 for x in given) and given[0].numel() > 0
+
+
+@torch.library.custom_op("latte::rglru_triton_forward", mutates_args=())
+def rglru_triton_forward(
+    x: Tensor,
+    a_gate: Tensor,
+    x_gate: Tensor,
+    a_param: Tensor,
+    mask: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the state after each sequence, and, if `save`, h before every ROWS tokens."""
+    return _forward(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save)
+
+
 @rglru_triton_forward.register_fake
 def _(
     x: Tensor,
@@ -194,39 +290,9 @@ def rglru_triton_backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, a_gate, x_gate, a_param and of the state before."""
-    dx, da_gate, dx_gate = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (x, a_gate, x_gate))
-    if x.numel() == 0:
-        return dx, da_gate, dx_gate, torch.zeros_like(a_param), dfinal.clone()
-    batch, tokens, width = x.shape
-    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, BACKWARD_WARPS)
-    dy, x, a_gate, x_gate, dfinal = (
-        side_by_side(dy),
-        side_by_side(x),
-        side_by_side(a_gate),
-        side_by_side(x_gate),
-        dfinal.contiguous(),
+    dx, da_gate, dx_gate, dparam, dstate = _backward(
+        dy, dfinal, checkpoints, x, a_gate, x_gate, a_param, mask, state, cu_seqlens
     )
-    given = None if state is None else state.contiguous()
-    decays, starts = x.new_empty((2, batch, max(plan.pieces - 1, 1), width), dtype=torch.float32)
-    dparam = x.new_empty((batch * plan.pieces, width), dtype=torch.float32)
-    dstate = torch.empty_like(dfinal)
-    sizes = (tokens, plan.pieces, plan.length, dy.stride(0))
-    if plan.pieces > 1:
-        options = _options(tokens, width, None, rows, Y=dy, A=a_gate)
-        launch(
-            piece_starts_kernel, batch * (plan.pieces - 1) * plan.blocks,
-            dy, a_gate, a_param, dfinal, rows.codes, rows.lasts, decays, starts, *sizes, a_gate.stride(0), **options,
-        )  # fmt: skip
-        scan_pieces(decays, starts, reverse=True)
-    options = _options(tokens, width, state, rows, Y=dy, X=x, A=a_gate, G=x_gate)
-    launch(
-        gradient_kernel, batch * plan.pieces * plan.blocks,
-        dy, x, a_gate, x_gate, a_param, dfinal, given, rows.codes, rows.lasts, starts, checkpoints,
-        dx, da_gate, dx_gate, dparam, dstate,
-        *sizes, x.stride(0), a_gate.stride(0), x_gate.stride(0), **options,
-    )  # fmt: skip
-    if rows.untouched is not None:
-        dstate = torch.where(rows.untouched, dfinal, dstate)
     return dx, da_gate, dx_gate, dparam.sum(dim=0).to(a_param.dtype), dstate
 
 

@@ -15,6 +15,7 @@ from latte.ops.triton.kernels.latents import (
     dot,
     exp,
     exp2,
+    latent_factors,
     latent_key_grads,
     latent_means,
     latent_scores,
@@ -50,11 +51,10 @@ def query_grad_kernel(
     """dq, dwq and the tile's own part of dk; its carry and Z before it; h_0 and lse − log2 p(0|t) of each token."""
     head = tl.program_id(0) % HEADS
     index = tl.program_id(0) // HEADS
-    if LATENTS and CAUSAL:
-        if WILD:
-            if tl.load(wild) == 0:
-                return
-        if (count_wild(wild, index, head, HEADS, BLOCKS) != 0) != WILD:
+    if WILD:
+        if tl.load(wild) == 0:
+            return
+        if count_wild(wild, index, head, HEADS, BLOCKS) == 0:
             return
     row, tile = (index // per_row).to(tl.int64), index % per_row
     start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
@@ -181,7 +181,7 @@ def key_grad_kernel(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """dv, dwk and dk of one tile of keys, for all query heads of one value head; with PAST, of past window slots."""
     VALUE_HEADS: tl.constexpr = HEADS // GROUPS
@@ -197,14 +197,13 @@ def key_grad_kernel(
         end = start + C
         tile = sequence * 0
     else:
-        if LATENTS and CAUSAL:
-            if WILD:
-                if tl.load(wild) == 0:
-                    return
+        if WILD:
+            if tl.load(wild) == 0:
+                return
             leaps = 0
             for g in tl.static_range(GROUPS):
                 leaps += count_wild(wild, index, value_head * GROUPS + g, HEADS, BLOCKS)
-            if (leaps != 0) != WILD:
+            if leaps == 0:
                 return
         row, tile = (index // per_row).to(tl.int64), index % per_row
         start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
@@ -281,7 +280,8 @@ def key_grad_kernel(
                 inside_l = (l < NUM)[:, None] & (d < WIDTH)[None, :]
                 if CAUSAL:
                     p = exp(logits - peak[:, None]) * inverse[:, None]
-                    own, _ = latent_scores(p, keys_l, before, reference, C, BL, HALF, WILD)
+                    left, right, _ = latent_factors(p, keys_l, before, reference, C, BL, HALF, WILD)
+                    own = tl.where(lower(C), latent_scores(left, right, keys_l, C, WILD), 0.0)
                     if not FULL:
                         own = tl.where(real[:, None], own, 0.0)
                     dvalues += dot(tl.trans(own).to(here.dtype), here, PRECISION)
@@ -290,7 +290,7 @@ def key_grad_kernel(
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
                     carry, carry_h = carry_into(
                         after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm,
-                        l, d, table, per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, False,
+                        l, d, table, per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, False, INTO,
                     )  # fmt: skip
                     carry += tl.load(mean_rows(tile_carry, carry_at, d, WIDTH), mask=inside_l, other=0.0).to(tl.float32)
                     carry_h += tl.load(tile_carry_h + carry_at, mask=l < NUM, other=0.0)

@@ -31,11 +31,11 @@ def carry_walk_kernel(
     before, last_norm, tile_carry, tile_carry_h, piece_carry, piece_carry_h, piece_end, first_carry, first_carry_h,
     table, per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """In place, each tile's own carry becomes that of the later tiles in its piece and sequence, relative to its end.
 
-    Left too: the piece's carry relative to its start, Z at its end, and the carries where sequences start.
+    Left too: the piece's carry relative to its start, Z at its end and, with FIRST, the carries where sequences start.
     """
     piece, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = piece // pieces
@@ -73,10 +73,11 @@ def carry_walk_kernel(
             kept = decay(norm, end_norm)
         carry = tl.where(exists, own + kept[:, None] * carry, carry)
         carry_h = tl.where(exists, own_h + kept * carry_h, carry_h)
-        if exists & (sequence >= 0) & (sequence_of(tile - 1, row, table, per_row, PACKED) != sequence):
-            first = (sequence.to(tl.int64) * HEADS + head) * NUM + l
-            tl.store(mean_rows(first_carry, first, d, WIDTH), carry, mask=inside)
-            tl.store(first_carry_h + first, carry_h, mask=inside_l)
+        if FIRST:
+            if exists & (sequence >= 0) & (sequence_of(tile - 1, row, table, per_row, PACKED) != sequence):
+                first = (sequence.to(tl.int64) * HEADS + head) * NUM + l
+                tl.store(mean_rows(first_carry, first, d, WIDTH), carry, mask=inside)
+                tl.store(first_carry_h + first, carry_h, mask=inside_l)
     index = (piece.to(tl.int64) * HEADS + head) * NUM + l
     tl.store(mean_rows(piece_carry, index, d, WIDTH), carry, mask=inside)
     tl.store(piece_carry_h + index, carry_h, mask=inside_l)
@@ -87,9 +88,9 @@ def carry_scan_kernel(
     piece_carry, piece_carry_h, piece_end, before, last_norm, into_mean, into_h, after_carry, after_carry_h, table,
     per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
-    """The carry after each piece, of the sequence its last tile is in, the gradient of the final state included."""
+    """The carry after each piece, of the sequence its last tile is in, the final state's gradient (INTO) included."""
     row, head, latent = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, BD)
     i = tl.arange(0, N)
@@ -117,9 +118,11 @@ def carry_scan_kernel(
         seen = later & (end_norm > MINUS_INF)[:, None]
         weights = tl.where(seen, exp(finite(end_norm)[:, None] - finite(begin_norm)[None, :]), 0.0)
         from_last = tl.where(last >= 0, decay(end_norm, tl.load(last_norm + into_at)), 0.0)
-    into = tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=inside, other=0.0)
-    carry = dot(weights, own, PRECISION) + from_last[:, None] * into
-    carry_h = tl.sum(weights * own_h[None, :], 1) + from_last * tl.load(into_h + into_at, mask=exists, other=0.0)
+    carry = dot(weights, own, PRECISION)
+    carry_h = tl.sum(weights * own_h[None, :], 1)
+    if INTO:
+        carry += from_last[:, None] * tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=inside, other=0.0)
+        carry_h += from_last * tl.load(into_h + into_at, mask=exists, other=0.0)
     tl.store(mean_rows(after_carry, index, d, WIDTH), carry, mask=inside)
     tl.store(after_carry_h + index, carry_h, mask=exists)
 
@@ -129,6 +132,7 @@ def carry_into(
     after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm, l, d, table,
     per_row, per_piece, pieces, head,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    INTO: tl.constexpr,
 ):  # fmt: skip
     """What reaches a place with normaliser `norm` in a tile from after its piece, or from its sequence's last state."""
     piece = tile // per_piece
@@ -146,8 +150,9 @@ def carry_into(
         later = tl.load(piece_end + index, mask=given(same, inside_l), other=MINUS_INF)
     if PACKED:
         ended = same == 0
-        carry += tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=given(ended, inside), other=0.0)
-        carry_h += tl.load(into_h + into_at, mask=given(ended, inside_l), other=0.0)
+        if INTO:
+            carry += tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=given(ended, inside), other=0.0)
+            carry_h += tl.load(into_h + into_at, mask=given(ended, inside_l), other=0.0)
         if not WHOLE:
             final = tl.load(last_norm + into_at, mask=given(ended, inside_l), other=MINUS_INF)
             later = tl.where(ended, final, later)
@@ -163,7 +168,7 @@ def carry_finish_kernel(
     first_carry, first_carry_h, after_carry, after_carry_h, piece_end, before, last_norm, into_mean, into_h, table,
     ends, sequences, per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """In place, the carry a sequence gathered in its first piece becomes that of the whole, relative to its start."""
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -175,7 +180,7 @@ def carry_finish_kernel(
         norm = tl.load(before + index, mask=l < NUM, other=MINUS_INF) if not WHOLE else tl.zeros([BL], tl.float32)
         carry, carry_h = carry_into(
             after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm, l, d, table,
-            per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, WHOLE,
+            per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, WHOLE, INTO,
         )  # fmt: skip
         first = (sequence.to(tl.int64) * HEADS + head) * NUM + l
         inside = (l < NUM)[:, None] & (d < WIDTH)[None, :]

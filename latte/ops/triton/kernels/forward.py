@@ -10,8 +10,10 @@ from latte.ops.triton.kernels.latents import (
     exp2,
     finite,
     inverse_or_zero,
+    latent_factors,
     latent_scores,
     log_norms,
+    lower,
 )
 from latte.ops.triton.kernels.states import count_wild, mean_rows
 from latte.ops.triton.kernels.tiles import locate
@@ -102,7 +104,7 @@ def logit_sums(
 def output_kernel(
     q, k, v, wq, wk, mask, norms, means, references, wild, y, lse, table, bounds,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
-    wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
+    wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap, programs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
@@ -112,18 +114,46 @@ def output_kernel(
     """y of one tile; WINDOW = 0 leaves out the window, LATENTS = False the latents.
 
     norms and means are the states before tiles or, with CAUSAL = False, those of sequences; references each tile's m.
-    The launch without WILD leaves wild tiles to a second one with it.
+    A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles.
     """
-    head = tl.program_id(0) % HEADS
-    index = tl.program_id(0) // HEADS
+    if WILD:
+        if tl.load(wild) == 0:
+            return
+        for program in range(tl.program_id(0), programs, tl.num_programs(0)):
+            if count_wild(wild, program // HEADS, program % HEADS, HEADS, BLOCKS) != 0:
+                output_tile(
+                    program, q, k, v, wq, wk, mask, norms, means, references, y, lse, table, bounds,
+                    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+                    wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
+                    HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
+                    UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+                )  # fmt: skip
+    else:
+        output_tile(
+            tl.program_id(0), q, k, v, wq, wk, mask, norms, means, references, y, lse, table, bounds,
+            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+            wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
+            HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
+            UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+        )  # fmt: skip
+
+
+@triton.jit
+def output_tile(
+    program, q, k, v, wq, wk, mask, norms, means, references, y, lse, table, bounds,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+    wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
+):  # fmt: skip
+    """y of one tile of one head: the window's earlier keys, then the tile's own tokens, for both in one product."""
+    head = program % HEADS
+    index = program // HEADS
     row, tile = (index // per_row).to(tl.int64), index % per_row
     start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
-    if LATENTS and CAUSAL:
-        if WILD:
-            if tl.load(wild) == 0:
-                return
-        if (count_wild(wild, index, head, HEADS, BLOCKS) != 0) != WILD:
-            return
     first, stop, offset = sequence_span(sequence, bounds, tokens, slots, PACKED)
     t = start + tl.arange(0, C)
     d = tl.arange(0, BD)
@@ -133,40 +163,12 @@ def output_kernel(
     v += row * v_row + (head // GROUPS) * v_head
     acc = tl.zeros([C, BD], tl.float32)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
-    if LATENTS:
-        q += row * q_row + head * q_head
-        k += row * k_row + head * k_head
-
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
-        peak = tl.full([C], MINUS_INF, tl.float32)
-        total = tl.zeros([C], tl.float32)
-        factor = unit(scale, softcap, CAPPED)
-        low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
-        high = C // BN if CAUSAL else C // BN + NEAR
-        for j in range(low, high):
-            s = start + j * BN + tl.arange(0, BN)
-            begin = start + j * BN + offset
-            real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
-            keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
-            values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
-            scores, _ = window_scores(
-                queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
-            )
-            higher = tl.maximum(peak, tl.max(scores, 1) * factor)
-            shrink = exp2(peak - finite(higher))
-            weights = exp2(scores * factor - finite(higher)[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            acc += dot(weights.to(values.dtype), values, PRECISION)
-            peak = higher
-        share = inverse_or_zero(total)
-        row_at = (row * HEADS + head) * tokens + t
-        tl.store(lse + row_at, finite(peak) + tl.log2(tl.where(total > 0, total, 1.0)), mask=t < end)
-        acc = acc * share[:, None]
-
     if LATENTS:
+        q += row * q_row + head * q_head
+        k += row * k_row + head * k_head
         logits, keys_l, before, mean, reference = latent_block(
             q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token, k_token, real, head,
             HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
@@ -175,8 +177,48 @@ def output_kernel(
             logits, q, k, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
             HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
-        if WINDOW > 0:
-            acc = acc * window_share[:, None]
+        through = exp(logits - logit_peak[:, None]) * inverse[:, None]
+        if CAUSAL:  # now, while few registers are taken
+            left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
+        narrow: tl.constexpr = v.dtype.element_ty
+        through = through.to(narrow)
+
+    if WINDOW > 0:
+        peak = tl.full([C], MINUS_INF, tl.float32)
+        total = tl.zeros([C], tl.float32)
+        factor = unit(scale, softcap, CAPPED)
+        low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
+        for j in range(low, 0 if CAUSAL else C // BN + NEAR):
+            s = start + j * BN + tl.arange(0, BN)
+            begin = start + j * BN + offset
+            real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
+            keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
+            values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
+            weights, shrink, total, peak = window_weights(
+                queries, keys, t, s, real, real_s, total, peak, scale, softcap, factor,
+                WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION,
+            )  # fmt: skip
+            acc = acc * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
+        if CAUSAL:
+            keys = load_rows(wk, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL)
+            own, shrink, total, peak = window_weights(
+                queries, keys, t, t, real, real, total, peak, scale, softcap, factor,
+                WINDOW, CAUSAL, CAPPED, FULL, PRECISION,
+            )  # fmt: skip
+        share = inverse_or_zero(total)
+        row_at = (row * HEADS + head) * tokens + t
+        tl.store(lse + row_at, finite(peak) + tl.log2(tl.where(total > 0, total, 1.0)), mask=t < end)
+        if LATENTS:
+            share = share * window_share
+        if CAUSAL:
+            own = own * share[:, None]
+            acc = acc * (shrink * share)[:, None]
+        else:
+            acc = acc * share[:, None]
+    elif CAUSAL:
+        own = tl.zeros([C, C], tl.float32)
+
+    if LATENTS:
         for block in tl.static_range(BLOCKS):
             if block > 0:
                 logits, keys_l, before, mean, reference = latent_block(
@@ -184,15 +226,33 @@ def output_kernel(
                     k_token, real, head,
                     HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
-            p = exp(logits - logit_peak[:, None]) * inverse[:, None]
+                through = exp(logits - logit_peak[:, None]) * inverse[:, None]
+                if CAUSAL:
+                    left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
+                through = through.to(narrow)
             if CAUSAL:
-                own, through = latent_scores(p, keys_l, before, reference, C, BL, HALF, WILD)
-                values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-                acc += dot(own.to(values.dtype), values, PRECISION)
-            else:
-                through = p
-            narrow = v.dtype.element_ty
-            acc += dot(through.to(narrow), mean.to(narrow), PRECISION)
+                own += latent_scores(left, right, keys_l, C, WILD)
+            acc += dot(through, mean.to(narrow), PRECISION)
+    if CAUSAL:
+        values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
+        if LATENTS:
+            own = tl.where(lower(C), own, 0.0)
+        acc += dot(own.to(values.dtype), values, PRECISION)
     if not FULL:
         acc = tl.where(real[:, None], acc, 0.0)
     store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, t < end, C, WIDTH, BD, FULL)
+
+
+@triton.jit
+def window_weights(
+    queries, keys, t, s, real_t, real_s, total, peak, scale, softcap, factor,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: weights of keys s, what the sums so far shrink by, new total and peak."""
+    scores, _ = window_scores(
+        queries, keys, t, s, real_t, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL, PRECISION
+    )
+    higher = tl.maximum(peak, tl.max(scores, 1) * factor)
+    shrink = exp2(peak - finite(higher))
+    weights = exp2(scores * factor - finite(higher)[:, None])
+    return weights, shrink, total * shrink + tl.sum(weights, 1), higher

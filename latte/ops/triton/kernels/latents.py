@@ -2,8 +2,8 @@
 
 With m the largest of the tile's keys and the normaliser before it, e_s = exp(k_s − m) and S_t = exp(Z_t − m), the
 causal scores are one matrix product of p_t / S_t and e_s, exact to rounding while no normaliser moves more than
-MAX_LEAP nats inside the tile. Tiles where one does are left to a second launch with WILD, which takes them token by
-token: there no factor exceeds 1.
+MAX_LEAP nats inside the tile. Tiles where one does are computed anew by a second launch with WILD, which takes them
+token by token: there no factor exceeds 1.
 Axes: C tokens of the tile, L latents of one block.
 """
 
@@ -94,13 +94,6 @@ def lower(C: tl.constexpr):
 
 
 @triton.jit
-def key_range(k, C: tl.constexpr):
-    """Largest key, first key and smallest finite key of a tile, each [L]: what its span of normalisers follows from."""
-    lowest = tl.min(tl.where(k == MINUS_INF, float("inf"), k), 0)
-    return tl.max(k, 0), token(k, 0, C), lowest
-
-
-@triton.jit
 def is_wild(before, peak, first, lowest):
     """Whether a normaliser may move more than MAX_LEAP after the tile's first token."""
     unseen = tl.where(first == MINUS_INF, lowest, first)
@@ -163,21 +156,34 @@ def multiply_fine(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def latent_scores(p, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
-    """Σ_l p(l|t) p(s|l,t) among the tile's tokens [C C], 0 above the diagonal, and p(l|t) exp(Z_before − Z_t) [C L]."""
+def latent_factors(p, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
+    """Two factors of the scores among the tile's tokens, for `latent_scores`, and p(l|t) exp(Z_before − Z_t) [C L]."""
     if WILD:
-        norm = running_norm(k, before, C, L)
+        left, right = p, running_norm(k, before, C, L)
+        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), right)
+    else:
+        right, inverse = factors(k, before, reference, C, HALF)
+        left = p * inverse
+        through = left * exp(before - reference)[None, :]
+        if HALF:
+            left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
+    return left, right, through
+
+
+@triton.jit
+def latent_scores(left, right, k, C: tl.constexpr, WILD: tl.constexpr):
+    """Σ_l p(l|t) p(s|l,t) among the tile's tokens [t s].
+
+    Above the diagonal they mean nothing: callers add up blocks of latents, then mask once.
+    """
+    if WILD:
         scores = tl.zeros([C, C], tl.float32)
         for s in range(C):
-            score = tl.sum(p * shares(k, norm, s, C), 1)
+            score = tl.sum(left * shares(k, right, s, C), 1)
             scores = tl.where(tl.arange(0, C)[None, :] == s, score[:, None], scores)
-        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), norm)
     else:
-        e, inverse = factors(k, before, reference, C, HALF)
-        u = p * inverse
-        scores = tl.where(lower(C), multiply(u, tl.trans(e), HALF), 0.0)
-        through = u * exp(before - reference)[None, :]
-    return scores, through
+        scores = dot(left, tl.trans(right), "tf32x3")
+    return scores
 
 
 @triton.jit

@@ -16,7 +16,6 @@ from latte.ops.triton.kernels.latents import (
     finite,
     inverse_or_zero,
     is_wild,
-    key_range,
     log_add,
     safe_log,
 )
@@ -53,6 +52,9 @@ def walk_kernel(
     mean = tl.zeros([BL, BD], tl.float32)
     begin = (piece % pieces) * per_piece
     current = sequence_of(begin, row, table, per_row, PACKED)
+    # Within a tile 32-bit offsets do, and stay the same from tile to tile.
+    k_at, v_at = tl.arange(0, C)[:, None] * k_token + l[None, :], tl.arange(0, C)[:, None] * v_token + d[None, :]
+    mean_at = l[:, None] * WIDTH + d[None, :]
     for i in range(per_piece):
         tile = begin + i
         start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
@@ -60,24 +62,27 @@ def walk_kernel(
         real = t < end
         if MASKED:
             real = real & (tl.load(mask + row * mask_row + t, mask=real, other=0) != 0)
-        keys = tl.load(
-            k + t.to(tl.int64)[:, None] * k_token + l[None, :], mask=real[:, None] & inside_l[None, :], other=MINUS_INF
-        ).to(tl.float32)
-        values = tl.load(
-            v + t.to(tl.int64)[:, None] * v_token + d[None, :], mask=real[:, None] & (d < WIDTH)[None, :], other=0.0
-        )
+        tile_k, tile_v = k + start.to(tl.int64) * k_token, v + start.to(tl.int64) * v_token
+        exists = tile < per_row
+        keys = tl.load(tile_k + k_at, mask=real[:, None] & inside_l[None, :], other=MINUS_INF).to(tl.float32)
+        values = tl.load(tile_v + v_at, mask=real[:, None] & (d < WIDTH)[None, :], other=0.0)
         if PACKED:
             if sequence != current:
                 norm = tl.full([BL], MINUS_INF, tl.float32)
                 mean = tl.zeros([BL, BD], tl.float32)
                 current = sequence
-        index = ((row * per_row + tile) * HEADS + head) * NUM + l
-        exists = tile < per_row
-        tl.store(tile_norm + index, norm, mask=given(exists, inside_l))
-        at = mean_rows(tile_mean, index, d, WIDTH)
-        tl.store(at, mean.to(tile_mean.dtype.element_ty), mask=given(exists, inside))
-        peak, first, lowest = key_range(keys, C)
-        stats = tile_keys + ((row * per_row + tile) * HEADS + head) * (3 * NUM) + l
+        index = ((row * per_row + tile) * HEADS + head) * NUM
+        tl.store(tile_norm + index + l, norm, mask=given(exists, inside_l))
+        tl.store(tile_mean + index * WIDTH + mean_at, mean.to(tile_mean.dtype.element_ty), mask=given(exists, inside))
+        peak = tl.max(keys, 0)
+        if MASKED:  # the first real token may be any, and the smallest key bounds its key
+            lowest = tl.min(tl.where(keys == MINUS_INF, float("inf"), keys), 0)
+            real_first = tl.load(mask + row * mask_row + start, mask=start < end, other=0) != 0
+            first = tl.load(tile_k + l, mask=given(real_first, inside_l), other=MINUS_INF).to(tl.float32)
+        else:
+            first = tl.load(tile_k + l, mask=given(start < end, inside_l), other=MINUS_INF).to(tl.float32)
+            lowest = first
+        stats = tile_keys + index * 3 + l
         tl.store(stats, peak, mask=given(exists, inside_l))
         tl.store(stats + NUM, first, mask=given(exists, inside_l))
         tl.store(stats + 2 * NUM, lowest, mask=given(exists, inside_l))

@@ -1,0 +1,314 @@
+"""Attention with its projections: Latte, Latte Macchiato, window and full softmax attention by configuration."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from latte.layers.checks import check_choice, check_count, check_multiple
+from latte.layers.initialization import reset_linear
+from latte.layers.mixers import make_mixer
+from latte.layers.norms import RMSNorm
+from latte.layers.positions import count_tokens, token_positions
+from latte.layers.rotary import apply_rotary, check_rotary
+from latte.layers.rotary import rotary as make_rotary
+from latte.layers.softmax import SoftmaxState, advance_softmax, softmax_attention
+from latte.ops import LatteState, MacchiatoState, WindowState, latte_attention, macchiato_attention, window_attention
+from latte.ops.checks import BACKENDS, check_cu_seqlens, check_kind, check_mask, check_scores, check_shape, check_sizes
+from latte.ops.steps import Place, mixture_step_
+
+Rotary = tuple[Float[Tensor, "_ T half"], Float[Tensor, "_ T half"]]
+
+
+class AttentionState(NamedTuple):
+    """All that the past contributes to a layer; packed sequences have a row each in place of B."""
+
+    mixer: Tensor | None  # RG-LRU's h [B C] in float32, or the convolution's last inputs [B K-1 C]
+    attention: LatteState | MacchiatoState | WindowState | SoftmaxState
+    position: Int[Tensor, " B"]  # real tokens seen, which is the next one's rotary position
+
+
+class AttentionOutput(NamedTuple):
+    y: Float[Tensor, "B T C"]
+    state: AttentionState
+
+
+class LatteAttention(nn.Module):
+    """Linear-time attention from x to y, projections included, without norm and residual.
+
+    | num_latents | window | what it is |
+    |---|---|---|
+    | L | None | Latte: attention through L latents per head |
+    | L | w | Latte Macchiato: the last w tokens as one more latent, under the same softmax |
+    | None | w | softmax attention over the last w tokens |
+    | None | None | softmax attention over all tokens, with a state that grows |
+
+    `mixer` ("none", "conv" of `conv_size` taps, "rglru" with gates in `mixer_blocks` blocks) feeds the latents' logits;
+    without latents, the window's queries and keys, through a norm. Values come from x. They are `head_dim` wide, by
+    default hidden_size / num_heads; softmax queries and keys `window_head_dim`, by default as wide as values. With
+    `num_value_heads` below num_heads, heads share values and softmax keys. Softmax queries and keys have rotary
+    positions unless `rope_theta` is None; latents have none. `scale`, `softcap` and `backend` are the ops'.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_latents: int | None = 16,
+        *,
+        head_dim: int | None = None,
+        num_value_heads: int | None = None,
+        window: int | None = None,
+        window_head_dim: int | None = None,
+        mixer: str = "none",
+        conv_size: int = 3,
+        mixer_blocks: int = 16,
+        causal: bool = True,
+        rope_theta: float | None = 10_000.0,
+        bias: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_heads, self.num_latents, self.window = hidden_size, num_heads, num_latents, window
+        self._check_form(mixer, window_head_dim)
+        self.head_dim = head_width(hidden_size, num_heads, head_dim)
+        self.num_value_heads = value_heads(num_heads, num_value_heads)
+        self.window_head_dim = self.head_dim if window_head_dim is None else window_head_dim
+        check_count("window_head_dim", self.window_head_dim)
+        self.rope_theta = rope_theta if self.has_scores else None
+        if self.rope_theta is not None:
+            check_rotary(self.window_head_dim, self.rope_theta)
+        check_scores(scale, softcap)
+        check_choice("backend", backend, BACKENDS)
+        self.causal, self.scale, self.softcap, self.backend = causal, scale, softcap, backend
+        self.mixer = make_mixer(
+            mixer, hidden_size, conv_size=conv_size, blocks=mixer_blocks, causal=causal, bias=bias, backend=backend
+        )
+        self._make_projections(bias)
+        self.reset_parameters()
+
+    def _check_form(self, mixer: str, window_head_dim: int | None) -> None:
+        check_count("hidden_size", self.hidden_size)
+        check_count("num_heads", self.num_heads)
+        if self.num_latents is not None:
+            check_count("num_latents", self.num_latents, ", or None for softmax attention")
+        if self.window is not None:
+            check_count("window", self.window, " (the token itself counts), or None for none")
+        if mixer != "none" and self.num_latents is None and self.window is None:
+            raise ValueError(f'mixer is {mixer!r} in full attention; set num_latents or window, or mixer="none"')
+        if window_head_dim is not None and not self.has_scores:
+            raise ValueError(f"window_head_dim is {window_head_dim} without a window; set window, or leave it None")
+
+    def _make_projections(self, bias: bool) -> None:
+        hidden_size, heads, latents = self.hidden_size, self.num_heads, self.num_latents
+        if latents is not None:
+            choices = latents + (self.window is not None)
+            self.latent_query = nn.Linear(hidden_size, heads * choices, bias=bias)
+            self.latent_key = nn.Linear(hidden_size, heads * latents, bias=bias)
+        elif self.mixer is not None:
+            self.mixer_norm = RMSNorm(hidden_size)
+        if self.has_scores:
+            self.query = nn.Linear(hidden_size, heads * self.window_head_dim, bias=bias)
+            self.key = nn.Linear(hidden_size, self.num_value_heads * self.window_head_dim, bias=bias)
+        self.value = nn.Linear(hidden_size, self.num_value_heads * self.head_dim, bias=bias)
+        self.output = nn.Linear(heads * self.head_dim, hidden_size, bias=bias)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether attention is, in part or all, by scores of queries and keys: those have positions."""
+        return self.num_latents is None or self.window is not None
+
+    def reset_parameters(self) -> None:
+        """Projections are normal with variance 1 / inputs, biases 0: from a normed x, logits have variance 1."""
+        for module in self.children():
+            if isinstance(module, nn.Linear):
+                reset_linear(module)
+            else:
+                module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T C"],
+        mask: Bool[Tensor, "B T"] | None = None,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
+        positions: Int[Tensor, "_ T"] | None = None,
+        rotary: Rotary | None = None,
+    ) -> Float[Tensor, "B T C"]:
+        """y of whole sequences; the arguments are those of `stream`."""
+        if self.num_latents is None and self.window is None:  # whose state, when packed, is N times the row
+            self._check_arguments(x, None, mask, cu_seqlens)
+            q, k, v = self._scores(x, x, None, mask, cu_seqlens, positions, rotary)
+            return self.output(self._full_attention(q, k, v, None, mask, cu_seqlens).flatten(2))
+        return self.stream(x, None, mask, cu_seqlens, positions, rotary).y
+
+    def stream(
+        self,
+        x: Float[Tensor, "B T C"],
+        state: AttentionState | None = None,
+        mask: Bool[Tensor, "B T"] | None = None,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
+        positions: Int[Tensor, "_ T"] | None = None,
+        rotary: Rotary | None = None,
+    ) -> AttentionOutput:
+        """y of the next tokens and the state after them; `state` is what the call before returned.
+
+        `mask` is True at real tokens; others influence nothing. `cu_seqlens` packs sequences into one row (B = 1).
+        `positions` say where tokens stand for rotary positions, by default after as many real tokens as came before;
+        `rotary` gives cos and sin (of `layers.rotary`) in their place, computed once for many layers.
+        """
+        self._check_arguments(x, state, mask, cu_seqlens)
+        mixed, memory = x, None
+        if self.mixer is not None:
+            mixed, memory = self.mixer.stream(x, None if state is None else state.mixer, mask, cu_seqlens)
+        y, attention = self._attend(x, mixed, state, mask, cu_seqlens, positions, rotary)
+        batch, tokens, _ = x.shape
+        before = None if state is None else state.position
+        position = count_tokens(batch, tokens, x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
+        return AttentionOutput(self.output(y.flatten(2)), AttentionState(memory, attention, position))
+
+    def step_(
+        self,
+        x: Float[Tensor, "B one C"],
+        state: AttentionState,
+        mask: Bool[Tensor, "B one"] | None = None,
+        rotary: Rotary | None = None,
+        arrivals: Int[Tensor, " B"] | None = None,
+    ) -> Float[Tensor, "B one C"]:
+        """y of one more token, without gradients; `state` is advanced in place, so that a CUDA graph can replay it.
+
+        On a GPU the mixer is one launch and attention another. `arrivals` is their int32 counter, 0 between calls:
+        give one that stays, or the step makes its own.
+        """
+        self._check_arguments(x, state, mask, None)
+        if isinstance(state.attention, SoftmaxState) or not self.causal:
+            raise ValueError("a step in place needs causal attention with a window or latents; use stream")
+        if arrivals is None:
+            arrivals = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
+        mixed = x if self.mixer is None or state.mixer is None else self.mixer.step_(x, state.mixer, mask)
+        latent_q = latent_k = q = k = None
+        source = x
+        if self.num_latents is not None:
+            latent_q, latent_k = (
+                make(mixed).unflatten(2, (self.num_heads, -1)) for make in (self.latent_query, self.latent_key)
+            )
+        elif self.mixer is not None:
+            source = self.mixer_norm(mixed)
+        if self.window is not None:
+            q = self.query(source).unflatten(2, (self.num_heads, -1))
+            k = self.key(source).unflatten(2, (self.num_value_heads, -1))
+            if rotary is None and self.rope_theta is not None:
+                rotary = make_rotary(state.position.unsqueeze(1), self.window_head_dim, self.rope_theta)
+        y = mixture_step_(
+            latent_q, latent_k, self._values(x), q, k, state.attention, Place(state.position, arrivals),
+            rotary=None if self.window is None or self.rope_theta is None else rotary, scale=self.scale,
+            softcap=self.softcap, mask=mask, backend=self.backend,
+        )  # fmt: skip
+        return self.output(y.flatten(2))
+
+    def _check_arguments(
+        self, x: Tensor, state: AttentionState | None, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
+        check_shape("x", x, "B T C", (None, None, self.hidden_size))
+        check_mask(mask, x.shape[0], x.shape[1])
+        sequences = check_cu_seqlens(cu_seqlens, x.shape[0])
+        if state is None:
+            return
+        check_kind("state", state, AttentionState)
+        check_sizes("state.position", state.position, "B" if cu_seqlens is None else "N", (sequences,))
+        if (state.mixer is None) != (self.mixer is None):
+            mixer = "no" if state.mixer is None else "a"
+            raise ValueError(f"state has {mixer} mixer's memory; it must be from this layer or one with its settings")
+
+    def _attend(
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        state: AttentionState | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        positions: Tensor | None,
+        rotary: Rotary | None,
+    ) -> tuple[Tensor, LatteState | MacchiatoState | WindowState | SoftmaxState]:
+        """The form's attention of this layer's projections, [B T H D], and its state."""
+        past = None if state is None else state.attention
+        options = {
+            "causal": self.causal, "mask": mask, "state": past, "cu_seqlens": cu_seqlens, "backend": self.backend
+        }  # fmt: skip
+        window = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        if self.num_latents is None:
+            source = x if self.mixer is None else self.mixer_norm(mixed)
+            q, k, v = self._scores(source, x, state, mask, cu_seqlens, positions, rotary)
+            if self.window is not None:
+                return window_attention(q, k, v, **window, **options)
+            if past is not None and not isinstance(past, SoftmaxState):
+                raise ValueError(f"state.attention is {type(past).__name__}; it must be a SoftmaxState")
+            y = self._full_attention(q, k, v, past, mask, cu_seqlens)
+            return y, advance_softmax(past, k, v, mask, cu_seqlens)
+        latent_q = self.latent_query(mixed).unflatten(2, (self.num_heads, -1))
+        latent_k = self.latent_key(mixed).unflatten(2, (self.num_heads, -1))
+        if self.window is None:
+            return latte_attention(latent_q, latent_k, self._values(x), **options)
+        q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)
+        return macchiato_attention(latent_q, latent_k, v, q, k, **window, **options)
+
+    def _values(self, x: Tensor) -> Tensor:
+        return self.value(x).unflatten(2, (self.num_value_heads, -1))
+
+    def _scores(
+        self,
+        source: Tensor,
+        x: Tensor,
+        state: AttentionState | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        positions: Tensor | None,
+        rotary: Rotary | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Softmax queries and keys of `source`, turned by their positions, and values of x."""
+        q = self.query(source).unflatten(2, (self.num_heads, -1))
+        k = self.key(source).unflatten(2, (self.num_value_heads, -1))
+        if rotary is not None and positions is not None:
+            raise ValueError("positions and rotary are both given; give one, since rotary is made from positions")
+        if self.rope_theta is not None:
+            if rotary is None:
+                if positions is None:
+                    before = None if state is None else state.position
+                    positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
+                rotary = make_rotary(positions, self.window_head_dim, self.rope_theta)
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        return q, k, self._values(x)
+
+    def _full_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, past: SoftmaxState | None, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        return softmax_attention(
+            q, k, v, scale=self.scale, softcap=self.softcap, causal=self.causal, mask=mask, state=past,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        settings = ("num_heads", "num_latents", "window", "num_value_heads", "causal", "rope_theta")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in settings)
+
+
+def head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    """`head_dim`, or what hidden_size leaves for each of the heads."""
+    if head_dim is not None:
+        check_count("head_dim", head_dim)
+        return head_dim
+    check_multiple(
+        "hidden_size", hidden_size, "num_heads", num_heads, "choose num_heads that divide it or set head_dim"
+    )
+    return hidden_size // num_heads
+
+
+def value_heads(num_heads: int, num_value_heads: int | None) -> int:
+    """`num_value_heads`, or as many as there are heads."""
+    if num_value_heads is None:
+        return num_heads
+    check_count("num_value_heads", num_value_heads)
+    check_multiple("num_heads", num_heads, "num_value_heads", num_value_heads, "choose a divisor")
+    return num_value_heads

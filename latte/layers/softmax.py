@@ -1,0 +1,130 @@
+"""Softmax attention over everything seen, with keys and values that grow: what Latte is compared with."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.layers.positions import sequence_numbers
+
+
+class SoftmaxState(NamedTuple):
+    """Keys and values of all S positions so far."""
+
+    keys: Float[Tensor, "B S Hv E"]
+    values: Float[Tensor, "B S Hv D"]
+    valid: Bool[Tensor, "B S"] | None  # False at masked positions and in padding; None: all are real
+
+
+def softmax_attention(
+    q: Float[Tensor, "B T H E"],
+    k: Float[Tensor, "B T Hv E"],
+    v: Float[Tensor, "B T Hv D"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    mask: Bool[Tensor, "B T"] | None = None,
+    state: SoftmaxState | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+) -> Float[Tensor, "B T H D"]:
+    """y_t = Σ_{s≤t} softmax_s(cap(scale · q_t·k_s)) v_s, by PyTorch's own kernels.
+
+    Without mask, packing, softcap and state there is no [T T] tensor; with one of them there is. Masked positions give
+    y = 0 and influence nothing.
+    """
+    tokens = q.shape[1]
+    if mask is not None:  # what stands in masked positions may be anything
+        k, v = (x.masked_fill(~mask[..., None, None], 0.0) for x in (k, v))
+    plain = mask is None and cu_seqlens is None and (state is None or state.valid is None)
+    visible, triangle = None, causal and state is None
+    if not plain or (causal and state is not None and tokens != 1):
+        triangle, visible = False, _visible(tokens, causal, mask, state, cu_seqlens, q)
+    if state is not None:
+        k, v = (
+            torch.cat([past.reshape(x.shape[0], -1, *x.shape[2:]).to(x.dtype), x], dim=1)
+            for past, x in ((state.keys, k), (state.values, v))
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if softcap is not None:
+        y = _capped(q, k, v, scale, softcap, visible, triangle)
+    else:
+        y = F.scaled_dot_product_attention(
+            q, k, v, visible, is_causal=triangle, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    y = y.transpose(1, 2)
+    return y if mask is None else y.masked_fill(~mask[..., None, None], 0.0)
+
+
+def advance_softmax(
+    state: SoftmaxState | None,
+    k: Float[Tensor, "B T Hv E"],
+    v: Float[Tensor, "B T Hv D"],
+    mask: Bool[Tensor, "B T"] | None = None,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+) -> SoftmaxState:
+    """The state after k and v. Packed sequences have a row each, as wide as the packed row: padding is not valid."""
+    if mask is not None:
+        k, v = (x.masked_fill(~mask[..., None, None], 0.0) for x in (k, v))
+    if cu_seqlens is not None:
+        k, v, mask = _unpack(k, v, mask, cu_seqlens)
+    if state is None:
+        return SoftmaxState(k, v, mask)
+    valid = None
+    if mask is not None or state.valid is not None:
+        valid = torch.cat([_all_or(state.valid, state.keys), _all_or(mask, k)], dim=1)
+    return SoftmaxState(torch.cat([state.keys, k], dim=1), torch.cat([state.values, v], dim=1), valid)
+
+
+def _all_or(valid: Tensor | None, keys: Tensor) -> Tensor:
+    return torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device) if valid is None else valid
+
+
+def _unpack(k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of each packed sequence in a row of its own, and which of them are real."""
+    tokens = k.shape[1]
+    place = cu_seqlens[:-1, None] + torch.arange(tokens, device=k.device)
+    real = place < cu_seqlens[1:, None]
+    place = place.clamp(max=max(tokens - 1, 0))
+    if mask is not None:
+        real = real & mask[0, place]
+    return k[0, place], v[0, place], real
+
+
+def _visible(
+    tokens: int, causal: bool, mask: Tensor | None, state: SoftmaxState | None, cu_seqlens: Tensor | None, like: Tensor
+) -> Tensor:
+    """[B 1 T S+T] True where a token may see a position of the past or of this call; each sees itself at least."""
+    place = torch.arange(tokens, device=like.device)
+    new = place[:, None] >= place if causal else place.new_ones((tokens, tokens), dtype=torch.bool)
+    sequence = None if cu_seqlens is None else sequence_numbers(cu_seqlens, tokens)
+    if sequence is not None:
+        new = new & (sequence[:, None] == sequence)
+    new = new.unsqueeze(0)
+    if mask is not None:  # a masked token sees itself, so that no row is empty
+        new = new & mask[:, None] | torch.eye(tokens, dtype=torch.bool, device=like.device)
+    if state is not None:
+        past = _all_or(state.valid, state.keys).unsqueeze(1)
+        if sequence is not None:
+            own = sequence[:, None] == torch.arange(past.shape[0], device=like.device)
+            past = (own[..., None] & past.squeeze(1)).flatten(1).unsqueeze(0)
+        rows = max(past.shape[0], new.shape[0])
+        new = torch.cat([past.expand(rows, tokens, -1), new.expand(rows, -1, -1)], dim=2)
+    return new.unsqueeze(1)
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float, visible: Tensor | None, triangle: bool
+) -> Tensor:
+    """Attention whose scores are softcap · tanh(score / softcap); PyTorch's kernels have no such cap."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(2, 3)
+    scores = softcap * torch.tanh(scores.to(torch.promote_types(scores.dtype, torch.float32)) / softcap)
+    if triangle:
+        visible = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.softmax(scores, dim=-1).to(v.dtype) @ v

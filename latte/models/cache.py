@@ -1,0 +1,304 @@
+"""The cache: a layer's `AttentionState` behind the interface that Transformers' `generate` knows.
+
+`DynamicCache(config=…)` and `StaticCache(config=…)` look a layer type up in two tables, where ours is entered below.
+Dynamic layers replace their state; static ones write it into tensors that stay where they are, as CUDA graphs need it.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+)
+
+from latte.layers import AttentionOutput, AttentionState, SoftmaxState
+from latte.models.configuration import STATE_LAYER, LatteConfig
+from latte.models.rollback import Recording, Step, map_tensors
+from latte.ops import LatteState, MacchiatoState, WindowState
+
+
+class StateLayer(CacheLayerMixin):
+    """One layer's state. Its size does not depend on how much was read, unless attention is full."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.state: AttentionState | None = None
+        self.seen = 0
+        self.record_past = False
+        self.recording: Recording | None = None
+
+    is_croppable = True
+
+    def advance(self, attention: torch.nn.Module, step: Step) -> Tensor:
+        """The attention's output for the next tokens; the state moves on."""
+        if self.recording is None:
+            y, self.state = run(attention, step, self.state)
+        else:
+            y, self.state = self.recording.advance(lambda *call: run(attention, *call), self.state, step)
+            if not self.record_past:
+                self.recording = None
+        self.is_initialized = True
+        self.seen += step.x.shape[1]
+        return y
+
+    def activate_past_recording(self) -> None:
+        """From now on remember enough to take tokens back with `crop`."""
+        self.record_past = True
+        if self.recording is None:
+            self.recording = Recording(self.state)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last −`tokens_to_remove` tokens; 0 says that all those before are to stay."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be negative, as many as to take back")
+        if self.recording is None:
+            if tokens_to_remove:
+                raise ValueError("the cache has not recorded its past; call activate_past_recording() before reading")
+        elif tokens_to_remove:
+            self.recording.take_back(-tokens_to_remove)
+            self.seen += tokens_to_remove
+        elif not self.recording.cut:
+            self.recording.settle(self.state)
+
+    def reset(self) -> None:
+        """Back to before the first token."""
+        self.state, self.seen, self.is_initialized = None, 0, False
+        self.recording = Recording(None) if self.record_past else None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Nothing to do: Transformers never offloads a layer whose state it does not update itself."""
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else self.state.position.shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise TypeError("this cache layer holds a state, not keys and values; it is for Latte models alone")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise TypeError("this cache layer holds a state, not keys and values; it is for Latte models alone")
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.state = map_tensors(function, self.state)
+        if self.recording is not None:
+            self.recording.map(function)
+
+
+class StaticStateLayer(StateLayer):
+    """A state in tensors that stay where they are; full attention has room for `max_cache_len` tokens."""
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, max_cache_len: int, **_: Any) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.seen = torch.zeros((), dtype=torch.long)
+        self.arrivals: Tensor | None = None  # a counter of the step in place
+        self.fresh = True
+
+    def advance(self, attention: torch.nn.Module, step: Step) -> Tensor:
+        if self._steps(step):
+            self.seen.add_(1)
+            return attention.step_(step.x, self.state, step.mask, step.rotary, self.arrivals)
+        y, state = run(attention, step, None if self.fresh else self.state)
+        tokens = step.x.shape[1]
+        if isinstance(state.attention, SoftmaxState):
+            state = state._replace(attention=self._room(state.attention, tokens))
+        self._store(state)
+        self.fresh = False
+        self.seen.add_(tokens)
+        return y
+
+    def _steps(self, step: Step) -> bool:
+        """Whether one token can advance the state where it lies."""
+        if self.fresh or self.state is None or step.x.shape[1] != 1 or torch.is_grad_enabled():
+            return False
+        return step.cu_seqlens is None and not isinstance(self.state.attention, SoftmaxState)
+
+    def _room(self, new: SoftmaxState, tokens: int) -> SoftmaxState:
+        """The last `tokens` keys and values in their places among `max_cache_len`."""
+        place = self.seen.to(new.keys.device) + torch.arange(tokens, device=new.keys.device)
+        valid = new.keys.new_ones(new.keys.shape[:2], dtype=torch.bool) if new.valid is None else new.valid
+        room = SoftmaxState(*(x.new_zeros((x.shape[0], self.max_cache_len, *x.shape[2:])) for x in (*new[:2], valid)))
+        if not self.fresh and self.state is not None:
+            room = self.state.attention
+        return SoftmaxState(
+            *(x.index_copy(1, place, y[:, y.shape[1] - tokens :]) for x, y in zip(room, (*new[:2], valid), strict=True))
+        )
+
+    def _store(self, state: AttentionState) -> None:
+        if self.state is None:
+            self._allocate(state)
+            return
+        for buffer, tensor in zip(tensors(self.state), tensors(state), strict=True):
+            buffer.copy_(tensor)
+
+    def _allocate(self, state: AttentionState) -> None:
+        self.state = map_tensors(lambda x: x.clone(memory_format=torch.contiguous_format), state)
+        self.seen = self.seen.to(state.position.device)
+        self.arrivals = torch.zeros_like(state.position, dtype=torch.int32)
+        self.is_initialized = True
+        if not torch.compiler.is_compiling():
+            for buffer in (self.seen, self.arrivals, *tensors(self.state)):
+                torch._dynamo.mark_static_address(buffer)
+
+    def activate_past_recording(self) -> None:
+        raise ValueError("a static cache cannot take tokens back; use a dynamic one, cache_implementation=None")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError("a static cache cannot take tokens back; use a dynamic one, cache_implementation=None")
+
+    def reset(self) -> None:
+        self.fresh = True
+        self.seen.zero_()
+
+    def get_seq_length(self) -> int | Tensor:
+        return self.seen if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.state is None:
+            return
+        moved = map_tensors(function, self.state)
+        if moved.position.shape != self.state.position.shape:  # another batch: other tensors
+            self.state = None
+        self._store(moved)
+
+
+DYNAMIC_LAYER_TYPE_MAPPING[STATE_LAYER] = StateLayer
+STATIC_LAYER_TYPE_MAPPING[STATE_LAYER] = StaticStateLayer
+
+
+def run(attention: torch.nn.Module, step: Step, state: AttentionState | None) -> AttentionOutput:
+    return attention.stream(step.x, state, step.mask, step.cu_seqlens, rotary=step.rotary)
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif tree is not None:
+        for part in tree:
+            yield from tensors(part)
+
+
+def save_cache(cache: Cache, path: str | Path, config: LatteConfig) -> None:
+    """Write the states of all layers as safetensors: a prefix that was read once need not be read again."""
+    named: dict[str, Tensor] = {}
+    for index, layer in enumerate(_state_layers(cache, config)):
+        if layer.state is None or (layer.recording is not None and layer.recording.cut):
+            raise ValueError("the cache has read nothing, or tokens were taken back since; run the model on it first")
+        named.update(_named(layer.state, f"layers.{index}"))
+    metadata = {"model_type": config.model_type, "seen": str(int(cache.get_seq_length())), "shape": _shape(config)}
+    save_file({name: tensor.contiguous() for name, tensor in named.items()}, path, metadata=metadata)
+
+
+def load_cache(path: str | Path, config: LatteConfig, device: str | torch.device = "cpu") -> DynamicCache:
+    """The cache that `save_cache` wrote, for a model of the same settings."""
+    cache = DynamicCache(config=config)
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata = file.metadata() or {}
+        if metadata.get("shape") != _shape(config):
+            raise ValueError(
+                f"{path} is a cache of another model, whose settings are {metadata.get('shape')}; "
+                f"this one's are {_shape(config)}"
+            )
+        named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    for index, layer in enumerate(_state_layers(cache, config)):
+        layer.state = _state(named, f"layers.{index}", config)
+        layer.seen = int(metadata["seen"])
+        layer.is_initialized = True
+    return cache
+
+
+def check_cache(cache: Any, config: LatteConfig) -> None:
+    """Raise ValueError unless `cache` has a layer of ours for each of the model's layers."""
+    remedy = "make one with DynamicCache(config=model.config)"
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values is {type(cache).__name__}; it must be a Cache: {remedy}")
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"past_key_values has {len(cache.layers)} layers and the model {config.num_hidden_layers}; "
+            f"it is of another model: {remedy}"
+        )
+    if not isinstance(cache.layers[0], StateLayer):
+        raise ValueError(
+            f"past_key_values has layers of type {type(cache.layers[0]).__name__}; it is of another model: {remedy}"
+        )
+
+
+def _state_layers(cache: Cache, config: LatteConfig) -> list[StateLayer]:
+    check_cache(cache, config)
+    return cache.layers  # pyright: ignore[reportReturnType]
+
+
+def _shape(config: LatteConfig) -> str:
+    words = ("num_hidden_layers", "hidden_size", "num_heads", "num_value_heads", "head_dim", "num_latents", "window")
+    words += ("window_head_dim", "mixer", "conv_size")
+    return ", ".join(f"{word}={getattr(config, word)}" for word in words)
+
+
+def _named(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested named tuples with the path to each."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif tree is not None:
+        for field, part in zip(tree._fields, tree, strict=True):
+            yield from _named(part, f"{name}.{field}")
+
+
+def _state(named: dict[str, Tensor], name: str, config: LatteConfig) -> AttentionState:
+    """The state whose tensors `_named` has listed."""
+
+    def build(kind: type, path: str, **parts: Any) -> Any:
+        rest = {field: named.get(f"{path}.{field}") for field in kind._fields if field not in parts}
+        return kind(**parts, **rest)
+
+    path = f"{name}.attention"
+    if config.num_latents is None:
+        attention = build(SoftmaxState if config.window is None else WindowState, path)
+    elif config.window is None:
+        attention = build(LatteState, path)
+    else:
+        attention = build(MacchiatoState, path, latents=build(LatteState, f"{path}.latents"))
+    return build(AttentionState, name, attention=attention)

@@ -1,0 +1,22 @@
+"""Rotary positions: scores of rotated queries and keys depend on how far apart they are."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def apply_rotary(
+    x: Float[Tensor, "B T H E"], cos: Float[Tensor, "_ T half"], sin: Float[Tensor, "_ T half"]
+) -> Float[Tensor, "B T H E"]:
+    """Turn channel pairs (i, i + E/2) of every head by their angles, as in Llama; multiplied in float32 or better.
+
+    cos and sin have a row for each of x's or, with a first axis of 1, one for all.
+    """
+    if 2 * cos.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"rotary has {cos.shape[-1]} angles for heads of width {x.shape[-1]}; "
+            f"it must have one for each pair of channels, {x.shape[-1] // 2}"
+        )
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,138 @@
+"""One more token, in place: the state's tensors stay where they are, as CUDA graphs want them.
+
+Each has the same result as its operation on one token with that state; on a GPU each is one launch.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from latte.ops import checks
+from latte.ops.attention import latte_attention, macchiato_attention, window_attention
+from latte.ops.convolution import short_conv
+from latte.ops.recurrence import rglru
+from latte.ops.rotary import apply_rotary
+from latte.ops.states import LatteState, MacchiatoState, WindowState
+
+Rotary = tuple[Float[Tensor, "_ one half"], Float[Tensor, "_ one half"]]
+
+
+class Place(NamedTuple):
+    """What the heads of a row share besides validity: how many real tokens came, and a counter, 0 between calls."""
+
+    position: Int[Tensor, " B"]
+    arrivals: Int[Tensor, " B"]
+
+
+def mixture_step_(
+    q: Float[Tensor, "B one H choices"] | None,
+    k: Float[Tensor, "B one H L"] | None,
+    v: Float[Tensor, "B one Hv D"],
+    window_q: Float[Tensor, "B one H E"] | None,
+    window_k: Float[Tensor, "B one Hv E"] | None,
+    state: LatteState | MacchiatoState | WindowState,
+    place: Place,
+    *,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "B one"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B one H D"]:
+    """`latte_attention`, `window_attention` or `macchiato_attention` of one token, by which parts are given.
+
+    `rotary` (cos, sin) turns the window's query and key. The window is one longer than the state's positions.
+    """
+    if v.shape[1] != 1:
+        raise ValueError(f"v has {v.shape[1]} tokens; a step takes 1: use the operation itself for more")
+    checks.check_scores(scale, softcap)
+    latents: LatteState | None = state if isinstance(state, LatteState) else getattr(state, "latents", None)
+    past = None if isinstance(state, LatteState) else WindowState(state.keys, state.values, state.valid)
+    match checks.backend_for(backend, v.device):
+        case "triton":
+            from latte.ops.triton.steps import mixture_step
+
+            if scale is None:
+                scale = 1.0 if window_q is None else window_q.shape[-1] ** -0.5
+            return mixture_step(
+                q, k, v, window_q, window_k, *(rotary or (None, None)), mask, *(latents or (None, None)),
+                *(past or (None, None, None)), *place, scale, softcap or 0.0,
+            )  # fmt: skip
+        case name:
+            if rotary is not None and window_q is not None and window_k is not None:
+                window_q, window_k = apply_rotary(window_q, *rotary), apply_rotary(window_k, *rotary)
+            after = _run(q, k, v, window_q, window_k, state, {"mask": mask, "backend": name}, scale, softcap)
+            write(state, after.state)
+            place.position.add_(1 if mask is None else mask[:, 0].to(place.position.dtype))
+            return after.y
+
+
+def _run(q, k, v, window_q, window_k, state, options, scale, softcap) -> Any:
+    """The operation whose step it is."""
+    if isinstance(state, LatteState):
+        return latte_attention(q, k, v, state=state, **options)
+    options |= {"window": state.valid.shape[1] + 1, "scale": scale, "softcap": softcap, "state": state}
+    if isinstance(state, WindowState):
+        return window_attention(window_q, window_k, v, **options)
+    return macchiato_attention(q, k, v, window_q, window_k, **options)
+
+
+def rglru_step_(
+    x: Float[Tensor, "B one W"],
+    a_weight: Float[Tensor, "N size size"],
+    a_bias: Float[Tensor, " W"],
+    x_weight: Float[Tensor, "N size size"],
+    x_bias: Float[Tensor, " W"],
+    a_param: Float[Tensor, " W"],
+    state: Float[Tensor, "B W"],
+    *,
+    mask: Bool[Tensor, "B one"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B one W"]:
+    """`rglru` of one token with its gates: block-diagonal products of x, whose weights are [block, in, out]."""
+    match checks.backend_for(backend, x.device):
+        case "triton":
+            from latte.ops.triton.steps import rglru_step
+
+            return rglru_step(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state)
+        case name:
+            blocks = x.unflatten(2, (a_weight.shape[0], -1))
+            a_gate, x_gate = (
+                torch.einsum("btni,nio->btno", blocks, weight).flatten(2) + bias
+                for weight, bias in ((a_weight, a_bias), (x_weight, x_bias))
+            )
+            y, after = rglru(x, a_gate, x_gate, a_param, mask=mask, state=state, backend=name)
+            state.copy_(after)
+            return y
+
+
+def short_conv_step_(
+    x: Float[Tensor, "B one W"],
+    weight: Float[Tensor, "W K"],
+    bias: Float[Tensor, " W"] | None,
+    state: Float[Tensor, "B P W"],
+    *,
+    mask: Bool[Tensor, "B one"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B one W"]:
+    """`short_conv` of one token."""
+    match checks.backend_for(backend, x.device):
+        case "triton":
+            from latte.ops.triton.steps import short_conv_step
+
+            return short_conv_step(x, weight, bias, mask, state)
+        case name:
+            y, after = short_conv(x, weight, bias, mask=mask, state=state, backend=name)
+            state.copy_(after)
+            return y
+
+
+def write(state: Any, after: Any) -> None:
+    """Put a state, of tensors and states, into the tensors of another."""
+    for old, new in zip(state, after, strict=True):
+        if isinstance(old, Tensor):
+            old.copy_(new)
+        else:
+            write(old, new)

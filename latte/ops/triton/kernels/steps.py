@@ -1,0 +1,235 @@
+"""Kernels for one more token: states are advanced where they lie.
+
+Each program owns what it overwrites: the window and latents of one value head, a block of the RG-LRU's channels, or
+some channels of the convolution. Only validity and position belong to all heads of a row; the program that comes last
+moves them on, when all others have read them.
+"""
+
+import triton
+import triton.language as tl
+
+from latte.ops.triton.kernels.latents import (
+    MINUS_INF,
+    decay,
+    exp,
+    finite,
+    inverse_or_zero,
+    log_add,
+)
+from latte.ops.triton.kernels.recurrence import decay_and_rest, decay_rate, inverse_root, sigmoids
+from latte.ops.triton.kernels.window import capped, unit
+
+
+@triton.jit
+def load_turned(x, cos, sin, g, e, head_stride, inside, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
+    """Rows [G E] of heads side by side, turned by their position and rounded as a tensor of their dtype would be."""
+    at = x + g[:, None] * head_stride
+    rows = tl.load(at + e[None, :], mask=inside, other=0.0)
+    if ROTARY:
+        HALF: tl.constexpr = WIDTH // 2
+        angle = e % HALF
+        partner = tl.load(at + ((e + HALF) % WIDTH)[None, :], mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(cos + angle, mask=e < WIDTH, other=0.0)[None, :]
+        s = tl.load(sin + angle, mask=e < WIDTH, other=0.0)[None, :]
+        turned = rows.to(tl.float32) * c + tl.where(e < HALF, -1.0, 1.0)[None, :] * partner * s
+        rows = turned.to(rows.dtype)
+    return rows.to(tl.float32)
+
+
+@triton.jit
+def mixture_step_kernel(
+    q, k, v, wq, wk, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, y,
+    q_row, q_head, k_row, k_head, v_row, v_head, wq_row, wq_head, wk_row, wk_head, cos_row, mask_row, scale, softcap,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, NUM: tl.constexpr, BL: tl.constexpr,
+    WIDTH: tl.constexpr, BD: tl.constexpr, KEY_WIDTH: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
+    BP: tl.constexpr, VALID: tl.constexpr, LATENTS: tl.constexpr, WINDOW: tl.constexpr, ROTARY: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """y [G D] of one token for the G heads that share a value head, whose state moves on by that token."""
+    VALUE_HEADS: tl.constexpr = HEADS // GROUPS
+    SHIFT: tl.constexpr = 1 if WINDOW else 0
+    row, value_head = (tl.program_id(0) // VALUE_HEADS).to(tl.int64), tl.program_id(0) % VALUE_HEADS
+    first = value_head * GROUPS
+    g, d = tl.arange(0, BG), tl.arange(0, BD)
+    in_group = g < GROUPS
+    inside_d = d < WIDTH
+    real = row >= 0
+    if MASKED:
+        real = tl.load(mask + row * mask_row) != 0
+    value = tl.load(v + row * v_row + value_head * v_head + d, mask=inside_d, other=0.0)
+    if MASKED:
+        value = tl.where(real, value, 0.0)
+    narrow = value
+    value = value.to(tl.float32)
+    acc = tl.zeros([BG, BD], tl.float32)
+    peak = tl.full([BG], MINUS_INF, tl.float32)
+    total = tl.zeros([BG], tl.float32)
+
+    if WINDOW:
+        e, slot = tl.arange(0, BE), tl.arange(0, BP)
+        if ROTARY:
+            cos += row * cos_row
+            sin += row * cos_row
+        queries = load_turned(
+            wq + row * wq_row + first * wq_head, cos, sin, g, e, wq_head,
+            in_group[:, None] & (e < KEY_WIDTH)[None, :], KEY_WIDTH, ROTARY,
+        )  # fmt: skip
+        one = tl.arange(0, 1)
+        key = load_turned(
+            wk + row * wk_row + value_head * wk_head, cos, sin, one, e, wk_head,
+            (one == 0)[:, None] & (e < KEY_WIDTH)[None, :], KEY_WIDTH, ROTARY,
+        )  # fmt: skip
+        if MASKED:
+            key = tl.where(real, key, 0.0)
+        factor = unit(scale, softcap, CAPPED)
+        own, _ = capped(tl.sum(queries * key, 1), scale, softcap, CAPPED)
+        peak = own * factor
+        total = tl.full([BG], 1.0, tl.float32)
+        acc = tl.zeros([BG, BD], tl.float32) + value[None, :]
+        for start in range(0, SLOTS, BP):
+            p = start + slot
+            inside = p < SLOTS
+            seen = tl.load(valid + row * SLOTS + p, mask=inside, other=0) != 0
+            slot_at = (row * SLOTS + p) * VALUE_HEADS + value_head
+            key_at = keys + slot_at[:, None] * KEY_WIDTH + e[None, :]
+            value_at = values + slot_at[:, None] * WIDTH + d[None, :]
+            keep_e = inside[:, None] & (e < KEY_WIDTH)[None, :]
+            keep_d = inside[:, None] & inside_d[None, :]
+            old_keys = tl.load(key_at, mask=keep_e, other=0.0)
+            old_values = tl.load(value_at, mask=keep_d, other=0.0)
+            raw = tl.sum(queries[:, None, :] * old_keys.to(tl.float32)[None, :, :], 2)
+            scores, _slope = capped(raw, scale, softcap, CAPPED)
+            scores = tl.where(seen[None, :], scores * factor, MINUS_INF)
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            shrink = tl.exp2(peak - higher)
+            weights = tl.exp2(scores - higher[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * old_values.to(tl.float32)[None, :, :], 1)
+            peak = higher
+            tl.debug_barrier()  # what is overwritten has been read by all
+            moved = p[:, None] > 0
+            tl.store(key_at - VALUE_HEADS * KEY_WIDTH, old_keys, mask=keep_e & moved)
+            tl.store(value_at - VALUE_HEADS * WIDTH, old_values, mask=keep_d & moved)
+        if SLOTS > 0:
+            last = (row * SLOTS + SLOTS - 1) * VALUE_HEADS + value_head
+            last_key = keys + last * KEY_WIDTH + e
+            tl.store(last_key[None, :], key.to(keys.dtype.element_ty), mask=(e < KEY_WIDTH)[None, :])
+            tl.store(values + last * WIDTH + d, narrow.to(values.dtype.element_ty), mask=inside_d)
+        acc = acc * inverse_or_zero(total)[:, None]
+
+    if LATENTS:
+        head = row * HEADS + first + g
+        q_at = q + row * q_row + (first + g) * q_head
+        if WINDOW:
+            peak = tl.load(q_at, mask=in_group, other=0.0).to(tl.float32)
+            total = tl.full([BG], 1.0, tl.float32)
+        else:
+            peak = tl.full([BG], MINUS_INF, tl.float32)
+            total = tl.zeros([BG], tl.float32)
+        for begin in range(0, NUM, BL):
+            l = begin + tl.arange(0, BL)
+            keep = in_group[:, None] & (l < NUM)[None, :]
+            logits = tl.load(q_at[:, None] + (l + SHIFT)[None, :], mask=keep, other=MINUS_INF).to(tl.float32)
+            k_at = k + row * k_row + (first + g)[:, None] * k_head + l[None, :]
+            new = tl.load(k_at, mask=keep, other=MINUS_INF).to(tl.float32)
+            if MASKED:
+                new = tl.where(real, new, MINUS_INF)
+            at = head[:, None] * NUM + l[None, :]
+            old = tl.load(log_norm + at, mask=keep, other=MINUS_INF)
+            mean_at = mean + at[:, :, None] * WIDTH + d[None, None, :]
+            keep_mean = keep[:, :, None] & inside_d[None, None, :]
+            means = tl.load(mean_at, mask=keep_mean, other=0.0)
+            norm = log_add(old, new)
+            means = decay(old, norm)[:, :, None] * means + decay(new, norm)[:, :, None] * value[None, None, :]
+            tl.store(log_norm + at, norm, mask=keep)
+            tl.store(mean_at, means, mask=keep_mean)
+            higher = tl.maximum(peak, tl.max(logits, 1))
+            shrink = exp(peak - finite(higher))
+            weights = exp(logits - finite(higher)[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * means, 1)
+            peak = higher
+        acc = acc * inverse_or_zero(total)[:, None]
+    if MASKED:
+        acc = tl.where(real, acc, 0.0)
+    y_at = y + ((row * HEADS + first + g) * WIDTH)[:, None] + d[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=in_group[:, None] & inside_d[None, :])
+
+    tl.debug_barrier()  # all of this program has read validity
+    if tl.atomic_add(arrivals + row, 1) == VALUE_HEADS - 1:
+        tl.store(arrivals + row, 0)
+        tl.store(position + row, tl.load(position + row) + real.to(tl.int64))
+        if WINDOW and SLOTS > 0:
+            p = tl.arange(0, VALID)
+            following = tl.load(valid + row * SLOTS + p + 1, mask=p + 1 < SLOTS, other=0)
+            tl.debug_barrier()
+            tl.store(valid + row * SLOTS + p, following, mask=p + 1 < SLOTS)
+            tl.store(valid + row * SLOTS + SLOTS - 1, real)
+
+
+@triton.jit
+def rglru_step_kernel(
+    x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, y, x_row, mask_row,
+    W: tl.constexpr, SIZE: tl.constexpr, BS: tl.constexpr, BI: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """h of one block of channels, in place, and y = h: both gates' products, then the recurrence."""
+    BLOCKS: tl.constexpr = W // SIZE
+    row, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    o = tl.arange(0, BS)
+    inside = o < SIZE
+    cols = block * SIZE + o
+    a_gate = tl.load(a_bias + cols, mask=inside, other=0.0).to(tl.float32)
+    x_gate = tl.load(x_bias + cols, mask=inside, other=0.0).to(tl.float32)
+    x += row * x_row
+    for start in range(0, SIZE, BI):
+        i = start + tl.arange(0, BI)
+        part = tl.load(x + block * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        at = block * SIZE * SIZE + i[:, None] * SIZE + o[None, :]
+        keep = (i < SIZE)[:, None] & inside[None, :]
+        a_gate += tl.sum(part[:, None] * tl.load(a_weight + at, mask=keep, other=0.0).to(tl.float32), 0)
+        x_gate += tl.sum(part[:, None] * tl.load(x_weight + at, mask=keep, other=0.0).to(tl.float32), 0)
+    own = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
+    h = tl.load(state + row * W + cols, mask=inside, other=0.0)
+    r, i_gate = sigmoids(a_gate, x_gate)
+    rate, _ = decay_rate(a_param, cols, W)
+    a, rest = decay_and_rest(r, rate)
+    unseen = h == MINUS_INF
+    rest = tl.where(unseen, 1.0, rest)
+    after = tl.where(unseen, 0.0, a * tl.where(unseen, 0.0, h)) + rest * inverse_root(rest) * i_gate * own
+    out = after
+    if MASKED:
+        real = tl.load(mask + row * mask_row) != 0
+        after = tl.where(real, after, h)
+        out = tl.where(real, out, 0.0)
+    tl.store(state + row * W + cols, after, mask=inside)
+    tl.store(y + row * W + cols, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def short_conv_step_kernel(
+    x, weight, bias, mask, state, y, x_row, mask_row,
+    W: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """y of some channels from the last K inputs, which move up by one."""
+    BLOCKS: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    row, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < W
+    new = tl.load(x + row * x_row + cols, mask=inside, other=0.0)
+    if MASKED:
+        real = tl.load(mask + row * mask_row) != 0
+        new = tl.where(real, new, 0.0)
+    acc = new.to(tl.float32) * tl.load(weight + cols * K + (K - 1), mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        acc += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    at = state + row * (K - 1) * W + cols
+    for j in tl.static_range(K - 1):
+        past = tl.load(at + j * W, mask=inside, other=0.0)
+        acc += past.to(tl.float32) * tl.load(weight + cols * K + j, mask=inside, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(at + (j - 1) * W, past, mask=inside)
+    if K > 1:
+        tl.store(at + (K - 2) * W, new, mask=inside)
+    if MASKED:
+        acc = tl.where(real, acc, 0.0)
+    tl.store(y + row * W + cols, acc.to(y.dtype.element_ty), mask=inside)

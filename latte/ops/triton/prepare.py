@@ -1,0 +1,28 @@
+"""Kernels of one call compiled side by side, so that the first call does not wait for one after the other."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import local
+from typing import Any
+
+import triton
+
+WORKERS = 8
+_thread = local()
+
+
+def is_preparing() -> bool:
+    """Whether launches are only compiled now."""
+    return getattr(_thread, "preparing", False)
+
+
+def prepare(kernel: Any, call: Callable[[], object]) -> None:
+    """Compile what `call` would launch; Triton's interpreter, whose kernels are no JITFunctions, has no need."""
+    if not isinstance(kernel, triton.JITFunction) or is_preparing():
+        return
+    _thread.preparing = True
+    try:
+        with ThreadPoolExecutor(WORKERS) as pool, triton.AsyncCompileMode(pool):
+            call()
+    finally:
+        _thread.preparing = False

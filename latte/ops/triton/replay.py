@@ -1,0 +1,201 @@
+"""Calls that are recorded once and run again.
+
+What a call allocates and launches depends only on the shapes, strides, dtypes and options it is given. From the third
+time on, such a call is a list of kernels and of places in memory: the host has no more to do than to allocate, to add
+offsets to addresses and to launch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from threading import local
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+MOST_RECIPES = 1024
+ALIGNMENT = 256
+_thread = local()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, noted if a call is being recorded."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    recording = getattr(_thread, "recording", None)
+    if recording is not None:
+        recording.made.append(made)
+    return made
+
+
+def note_launch(binary: Any, grid: tuple[int, ...], arguments: tuple) -> None:
+    """Add a compiled kernel, launched with all its arguments, constants included, to what is being recorded."""
+    recording = getattr(_thread, "recording", None)
+    if recording is not None:
+        recording.launches.append((binary, (*grid, 1, 1)[:3], arguments))
+
+
+def launch_binary(binary: Any, grid: tuple[int, ...], stream: int, arguments: tuple) -> None:
+    """Launch a compiled kernel; profilers that hook into Triton see it."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    about = None
+    if getattr(enter, "calls", None) or getattr(leave, "calls", None):
+        about = binary.launch_metadata(grid, stream, *arguments)
+    else:
+        enter = leave = None
+    binary.run(*grid, stream, binary.function, binary.packed_metadata, about, enter, leave, *arguments)
+
+
+class Part(NamedTuple):
+    """A tensor's place in a larger piece of memory."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Recipe:
+    """A recorded call: results of their own, parts to keep in one piece of memory, scratch in another."""
+
+    def __init__(self, device: torch.device, results: list[Tensor], kept: list[Tensor]) -> None:
+        self.device = device
+        self.results = [(x.shape, x.dtype) for x in results]
+        self.kept, self.kept_bytes = lay_out(kept)
+        self.scratch_bytes = 0
+        self.launches: list[tuple[Any, tuple[int, ...], list[tuple[int, int] | None], tuple]] = []
+
+    def run(self, inputs: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
+        """The results on new inputs, and the memory of the parts to keep."""
+        device, active = self.device, cast(Any, driver.active)
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
+        kept = torch.empty(self.kept_bytes, dtype=torch.uint8, device=device)
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device) if self.scratch_bytes else kept
+        bases = [0 if x is None else x.data_ptr() for x in (*inputs, *made, kept, scratch)]
+        with torch.cuda.device_of(kept):
+            stream = active.get_current_stream(device.index)
+            for binary, grid, places, rest in self.launches:
+                addresses = [None if place is None else bases[place[0]] + place[1] for place in places]
+                launch_binary(binary, grid, stream, (*addresses, *rest))
+        return made, kept
+
+    def views(self, kept: Tensor) -> list[Tensor]:
+        """The parts to keep, as tensors."""
+        return [
+            kept[part.offset : part.offset + math.prod(part.shape) * part.dtype.itemsize]
+            .view(part.dtype)
+            .view(part.shape)
+            for part in self.kept
+        ]
+
+
+class Recording:
+    """What a call makes and launches while it runs."""
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        self.inputs = inputs
+        self.made: list[Tensor] = []
+        self.launches: list[tuple[Any, tuple[int, ...], tuple]] = []
+
+    def recipe(self, results: list[Tensor], kept: list[Tensor]) -> Recipe | None:
+        """The recorded call, or None if a kernel took a tensor that is neither input nor noted."""
+        recipe = Recipe(results[0].device, results, kept)
+        named = {id(x) for x in (*results, *kept)}
+        if not named <= {id(x) for x in self.made}:
+            return None
+        rest = [x for x in self.made if id(x) not in named]
+        scratch, recipe.scratch_bytes = lay_out(rest)
+        first = len(self.inputs)
+        kept_at, scratch_at = first + len(results), first + len(results) + 1
+        homes = [(x, i, 0) for i, x in enumerate(self.inputs) if x is not None]
+        homes += [(x, first + i, 0) for i, x in enumerate(results)]
+        homes += [(x, kept_at, part.offset) for x, part in zip(kept, recipe.kept, strict=True)]
+        homes += [(x, scratch_at, part.offset) for x, part in zip(rest, scratch, strict=True)]
+        for binary, grid, arguments in self.launches:
+            count = max((i for i, x in enumerate(arguments) if isinstance(x, Tensor)), default=-1) + 1
+            places = [None if x is None else find(x, homes) for x in arguments[:count]]
+            if any(place is None and x is not None for place, x in zip(places, arguments, strict=False)):
+                return None
+            recipe.launches.append((binary, grid, places, arguments[count:]))
+        return recipe
+
+
+def lay_out(tensors: Sequence[Tensor]) -> tuple[list[Part], int]:
+    """Places side by side for tensors, each aligned, and the bytes they take."""
+    parts, offset = [], 0
+    for x in tensors:
+        parts.append(Part(offset, x.shape, x.dtype))
+        offset += -(-x.numel() * x.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return parts, offset
+
+
+def find(x: object, homes: list[tuple[Tensor, int, int]]) -> tuple[int, int] | None:
+    """Which piece of memory a tensor lies in, and where; a view lies in what it is a view of."""
+    if not isinstance(x, Tensor):
+        return None
+    for home, index, offset in homes:
+        if x is home:
+            return index, offset
+    address = x.data_ptr()
+    for home, index, offset in homes:
+        inside = address - home.data_ptr()
+        if x.untyped_storage().data_ptr() == home.untyped_storage().data_ptr() and 0 <= inside < max(home.nbytes, 1):
+            return index, offset + inside
+    return None
+
+
+@contextmanager
+def recording(inputs: Sequence[Tensor | None]):
+    _thread.recording = found = Recording(inputs)
+    try:
+        yield found
+    finally:
+        _thread.recording = None
+
+
+class Cookbook:
+    """Recipes by signature. A call is recorded the second time it is seen: most lengths of a text come only once."""
+
+    def __init__(self) -> None:
+        self.recipes: dict[Any, Recipe | None] = {}
+        self.seen: set[Any] = set()
+
+    def find(
+        self,
+        inputs: Sequence[Tensor | None],
+        options: tuple,
+        call: Callable[[], tuple[list[Tensor], list[Tensor]]],
+    ) -> Recipe | None:
+        """The recipe for such a call, or None if it must run as it is; `call` gives results and parts to keep."""
+        signature = sign(inputs, options)
+        if signature is None:
+            return None
+        if signature in self.recipes:
+            return self.recipes[signature]
+        if signature not in self.seen:
+            if len(self.seen) >= MOST_RECIPES:
+                self.seen.clear()
+            self.seen.add(signature)
+            return None
+        if len(self.recipes) >= MOST_RECIPES:
+            self.recipes.clear()
+        with recording(inputs) as found:
+            results, kept = call()
+        recipe = self.recipes[signature] = found.recipe(results, kept)
+        return recipe
+
+
+def sign(inputs: Sequence[Tensor | None], options: tuple) -> tuple | None:
+    """What a call's launches follow from; None where it is not for replaying: off the GPU, or not aligned."""
+    parts: list[Any] = [options]
+    addresses = 0
+    for x in inputs:
+        if x is None:
+            parts.append(None)
+            continue
+        if not x.is_cuda:
+            return None
+        addresses |= x.data_ptr()
+        parts.append((x.shape, x.stride(), x.dtype, x.device.index))
+    return None if addresses % 16 else tuple(parts)
