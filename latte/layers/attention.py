@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -191,9 +192,8 @@ class LatteAttention(nn.Module):
         latent_q = latent_k = q = k = None
         source = x
         if self.num_latents is not None:
-            latent_q, latent_k = (
-                make(mixed).unflatten(2, (self.num_heads, -1)) for make in (self.latent_query, self.latent_key)
-            )
+            latent_q = self.latent_query(mixed).unflatten(2, (self.num_heads, -1))
+            latent_k = self.latent_key(mixed).unflatten(2, (self.num_heads, -1))
         elif self.mixer is not None:
             source = self.mixer_norm(mixed)
         if self.window is not None:
@@ -247,8 +247,9 @@ class LatteAttention(nn.Module):
                 raise ValueError(f"state.attention is {type(past).__name__}; it must be a SoftmaxState")
             y = self._full_attention(q, k, v, past, mask, cu_seqlens)
             return y, advance_softmax(past, k, v, mask, cu_seqlens)
-        latent_q = self.latent_query(mixed).unflatten(2, (self.num_heads, -1))
-        latent_k = self.latent_key(mixed).unflatten(2, (self.num_heads, -1))
+        latent_q, latent_k = (
+            x.unflatten(2, (self.num_heads, -1)) for x in project(mixed, self.latent_query, self.latent_key)
+        )
         if self.window is None:
             return latte_attention(latent_q, latent_k, self._values(x), **options)
         q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)
@@ -292,6 +293,22 @@ class LatteAttention(nn.Module):
     def extra_repr(self) -> str:
         settings = ("num_heads", "num_latents", "window", "num_value_heads", "causal", "rope_theta")
         return ", ".join(f"{name}={getattr(self, name)}" for name in settings)
+
+
+def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+    """The output of each; for several tokens, of plain layers, by one product, whose gradient is one product too."""
+    plain = all(type(linear) is nn.Linear and not has_hooks(linear) for linear in linears)
+    if not plain or x.shape[1] == 1:  # for one token, putting the weights side by side would cost more than it saves
+        return [linear(x) for linear in linears]
+    weight = torch.cat([linear.weight for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return list(F.linear(x, weight, bias).split([linear.out_features for linear in linears], dim=-1))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone wants to see, or change, what goes into a module and comes out; some put a forward of theirs."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 def head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from latte.layers.checks import check_choice, check_count, check_multiple
 from latte.layers.initialization import reset_weight
 from latte.ops import RGLRUOutput, ShortConvOutput, rglru, short_conv
+from latte.ops.block_linear import block_linear
 from latte.ops.steps import rglru_step_, short_conv_step_
 
 MIXERS = ("none", "conv", "rglru")
@@ -112,7 +113,7 @@ class RGLRU(nn.Module):
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
     ) -> RGLRUOutput:
         """y, and h after the last token."""
-        a_gate, x_gate = self._gates(x).unbind()
+        a_gate, x_gate = self._gates(x)
         y, last = rglru(
             x, a_gate, x_gate, self.a_param, mask=mask, state=state, cu_seqlens=cu_seqlens, backend=self.backend
         )
@@ -127,19 +128,14 @@ class RGLRU(nn.Module):
         self, x: Float[Tensor, "B one C"], state: Float[Tensor, "B C"], mask: Bool[Tensor, "B one"] | None = None
     ) -> Float[Tensor, "B one C"]:
         """y of one more token; h in `state` is advanced in place."""
-        gates = (self.recurrence_gate, self.input_gate)
-        weights = [tensor for gate in gates for tensor in (gate.weight, gate.bias)]
-        return rglru_step_(x, *weights, self.a_param, state, mask=mask, backend=self.backend)
+        a, i = self.recurrence_gate, self.input_gate
+        return rglru_step_(x, a.weight, a.bias, i.weight, i.bias, self.a_param, state, mask=mask, backend=self.backend)
 
-    def _gates(self, x: Tensor) -> Tensor:
-        """Both gates before their sigmoid, [2 B T C], recurrence first: x is read once."""
-        (batch, tokens, width), blocks = x.shape, self.input_gate.weight.shape[0]
-        both = (self.recurrence_gate, self.input_gate)
-        weight = torch.cat([gate.weight for gate in both], dim=2)
-        bias = torch.cat([gate.bias.view(blocks, 1, -1) for gate in both], dim=2)
-        rows = x.reshape(batch * tokens, blocks, width // blocks).transpose(0, 1)
-        product = torch.baddbmm(bias, rows, weight).view(blocks, batch, tokens, 2, width // blocks)
-        return product.permute(3, 1, 2, 0, 4).reshape(2, batch, tokens, width)
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The recurrence's gate and the input's, before their sigmoid: x is read once."""
+        gates = (self.recurrence_gate, self.input_gate)
+        weight, bias = (torch.stack([getattr(gate, name) for gate in gates]) for name in ("weight", "bias"))
+        return block_linear(x, weight, bias, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}"

@@ -1,5 +1,8 @@
 """`LatteModel`: embeddings, blocks and a norm, as a Transformers model."""
 
+# Settings that are None when they are given are numbers when they are read, and tensors are of all dtypes.
+# pyright: reportArgumentType=false, reportOptionalSubscript=false
+
 from contextlib import nullcontext
 from os import PathLike
 from typing import Any
@@ -17,7 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 from latte.layers import LatteAttention, make_feedforward, make_norm, token_positions
 from latte.layers.mixers import RGLRU, BlockDiagonal, ShortConvolution, initial_a_param
 from latte.layers.rotary import rotary
-from latte.models.cache import check_cache
+from latte.models.cache import check_cache, state_layer
 from latte.models.checkpoint import loader_beside
 from latte.models.configuration import LatteConfig
 from latte.models.offload import weights_at_hand
@@ -58,7 +61,8 @@ class LatteLayer(GradientCheckpointingLayer):
             if past_key_values is None:
                 y = self.attention(x, mask, cu_seqlens, rotary=rotary)
             else:
-                y = past_key_values.layers[self.layer_idx].advance(self.attention, Step(x, mask, cu_seqlens, rotary))
+                past = state_layer(past_key_values, self.layer_idx)
+                y = past.advance(self.attention, Step(x, mask, cu_seqlens, rotary))
         hidden_states = hidden_states + y
         return hidden_states + self.feedforward(self.feedforward_norm(hidden_states))
 
@@ -153,8 +157,7 @@ class LatteModel(LattePreTrainedModel):
             x = x.flatten(0, 1).unsqueeze(0)
             mask, positions = (None if part is None else part.reshape(1, -1) for part in (mask, positions))
         if positions is None and (self.config.has_scores or self.config.positions != "none"):
-            state = None if cache is None else cache.layers[0].state
-            before = None if state is None else state.position
+            before = None if cache is None else state_layer(cache, 0).position
             positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
         x = self._add_positions(x, positions)
         angles = self.rotary_emb(x, positions) if self.config.has_scores else None

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     DynamicCache,
 )
 
-from latte.layers import AttentionOutput, AttentionState, SoftmaxState
+from latte.layers import AttentionOutput, AttentionState, LatteAttention, SoftmaxState
 from latte.models.configuration import STATE_LAYER, LatteConfig
 from latte.models.rollback import Recording, Step, map_tensors
 from latte.ops import LatteState, MacchiatoState, WindowState
@@ -41,7 +41,7 @@ class StateLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def advance(self, attention: torch.nn.Module, step: Step) -> Tensor:
+    def advance(self, attention: LatteAttention, step: Step) -> Tensor:
         """The attention's output for the next tokens; the state moves on."""
         if self.recording is None:
             y, self.state = run(attention, step, self.state)
@@ -102,6 +102,13 @@ class StateLayer(CacheLayerMixin):
         return self.seen + query_length, 0
 
     @property
+    def position(self) -> Tensor | None:
+        """The number of real tokens read, for each row; None if none was."""
+        if self.recording is not None and self.recording.cut:
+            return self.recording.position
+        return None if self.state is None else self.state.position
+
+    @property
     def batch_size(self) -> int:
         return -1 if self.state is None else self.state.position.shape[0]
 
@@ -130,8 +137,8 @@ class StaticStateLayer(StateLayer):
         self.arrivals: Tensor | None = None  # a counter of the step in place
         self.fresh = True
 
-    def advance(self, attention: torch.nn.Module, step: Step) -> Tensor:
-        if self._steps(step):
+    def advance(self, attention: LatteAttention, step: Step) -> Tensor:
+        if self.state is not None and self._steps(step):
             self.seen.add_(1)
             return attention.step_(step.x, self.state, step.mask, step.rotary, self.arrivals)
         y, state = run(attention, step, None if self.fresh else self.state)
@@ -145,7 +152,7 @@ class StaticStateLayer(StateLayer):
 
     def _steps(self, step: Step) -> bool:
         """Whether one token can advance the state where it lies."""
-        if self.fresh or self.state is None or step.x.shape[1] != 1 or torch.is_grad_enabled():
+        if self.state is None or self.fresh or step.x.shape[1] != 1 or torch.is_grad_enabled():
             return False
         return step.cu_seqlens is None and not isinstance(self.state.attention, SoftmaxState)
 
@@ -153,12 +160,12 @@ class StaticStateLayer(StateLayer):
         """The last `tokens` keys and values in their places among `max_cache_len`."""
         place = self.seen.to(new.keys.device) + torch.arange(tokens, device=new.keys.device)
         valid = new.keys.new_ones(new.keys.shape[:2], dtype=torch.bool) if new.valid is None else new.valid
-        room = SoftmaxState(*(x.new_zeros((x.shape[0], self.max_cache_len, *x.shape[2:])) for x in (*new[:2], valid)))
+        added = (*new[:2], valid)
+        room = [x.new_zeros((x.shape[0], self.max_cache_len, *x.shape[2:])) for x in added]
         if not self.fresh and self.state is not None:
-            room = self.state.attention
-        return SoftmaxState(
-            *(x.index_copy(1, place, y[:, y.shape[1] - tokens :]) for x, y in zip(room, (*new[:2], valid), strict=True))
-        )
+            room = tensors(self.state.attention)
+        last = (x[:, x.shape[1] - tokens :] for x in added)
+        return SoftmaxState(*(x.index_copy(1, place, y) for x, y in zip(room, last, strict=True)))
 
     def _store(self, state: AttentionState) -> None:
         if self.state is None:
@@ -187,7 +194,11 @@ class StaticStateLayer(StateLayer):
         self.fresh = True
         self.seen.zero_()
 
-    def get_seq_length(self) -> int | Tensor:
+    @property
+    def position(self) -> Tensor | None:
+        return None if self.fresh else super().position
+
+    def get_seq_length(self) -> int | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.seen if self.is_initialized else 0
 
     def get_max_length(self) -> int:
@@ -209,7 +220,12 @@ DYNAMIC_LAYER_TYPE_MAPPING[STATE_LAYER] = StateLayer
 STATIC_LAYER_TYPE_MAPPING[STATE_LAYER] = StaticStateLayer
 
 
-def run(attention: torch.nn.Module, step: Step, state: AttentionState | None) -> AttentionOutput:
+def state_layer(cache: Cache, index: int) -> StateLayer:
+    """One layer of a cache that `check_cache` has found to be ours."""
+    return cache.layers[index]  # pyright: ignore[reportReturnType]
+
+
+def run(attention: LatteAttention, step: Step, state: AttentionState | None) -> AttentionOutput:
     return attention.stream(step.x, state, step.mask, step.cu_seqlens, rotary=step.rotary)
 
 

@@ -1,13 +1,16 @@
 """`LatteForCausalLM`: next-token prediction, generation, and a loss that holds no logits."""
 
+# Transformers names in its types the dtypes and layouts of tensors, and of itself, that it was written with.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.configuration import LatteConfig
@@ -18,7 +21,9 @@ class LanguageHead(nn.Linear):
     """Logits of the vocabulary, or the loss of targets without them: its weight is used within its own forward alone,
     where sharding has it whole."""
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden: Tensor, targets: Tensor | None = None, **options: Any
+    ) -> Tensor:
         if targets is None:
             return super().forward(hidden)
         return linear_cross_entropy(hidden.flatten(0, -2), self.weight, targets.flatten(), **options)
@@ -79,9 +84,8 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
         )
 
     def _logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-        if isinstance(logits_to_keep, int):
-            logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-        logits = self.lm_head(hidden[:, logits_to_keep])
+        rows = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, rows])
         softcap = self.config.logits_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

@@ -30,4 +30,4 @@ def loader_beside(directory: str | Path, config: LatteConfig, classes: dict[str,
     try:
         yield
     finally:
-        del config.auto_map
+        del config.__dict__["auto_map"]

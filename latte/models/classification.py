@@ -42,6 +42,7 @@ class LatteClassifier(LattePreTrainedModel):
         self.model = LatteModel(config)
         if config.input_kind == "continuous":
             self.model.set_input_embeddings(nn.Linear(config.input_size, config.hidden_size))
+            self.model.init_parallel_plans()  # anew: those were for an embedding
         if config.pooling == "cls":
             if config.causal:
                 raise ValueError('pooling is "cls" and causal True: the first token sees no other; choose "last"')
@@ -168,8 +169,10 @@ class LatteForPairClassification(LatteClassifier):
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
-        self.combine = nn.Linear(4 * config.hidden_size, config.hidden_size)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        hidden_size = config.hidden_size
+        self.pair_classifier = nn.Sequential(
+            nn.Linear(4 * hidden_size, hidden_size), nn.GELU(), nn.Linear(hidden_size, config.num_labels)
+        )
         self.post_init()
 
     @can_return_tuple
@@ -198,8 +201,7 @@ class LatteForPairClassification(LatteClassifier):
             raise ValueError(f"there are {first.shape[0]} first and {second.shape[0]} second sequences; pair them up")
         a, outputs = self._pooled(first, attention_mask, **kwargs)
         b, outputs_b = self._pooled(second, attention_mask_b, suffix="_b", **kwargs)
-        combined = nn.functional.gelu(self.combine(torch.cat([a, b, a - b, a * b], dim=-1)))
-        logits = self.classifier(combined)
+        logits = self.pair_classifier(torch.cat([a, b, a - b, a * b], dim=-1))
         return PairClassifierOutput(
             loss=self._loss(logits, labels), logits=logits, hidden_states=outputs.hidden_states,
             hidden_states_b=outputs_b.hidden_states,

@@ -109,7 +109,7 @@ class LatteConfig(PreTrainedConfig):
         self.num_value_heads = value_heads(self.num_heads, self.num_value_heads)
         kwargs.pop("auto_map", None)  # how to find this class, which is found
         super().__post_init__(**kwargs)
-        self.base_model_tp_plan = self._tensor_parallel_plan()
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "LatteConfig":

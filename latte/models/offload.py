@@ -16,9 +16,9 @@ def weights_at_hand(module: nn.Module | None) -> AbstractContextManager[None]:
 @contextmanager
 def _run_hooks(modules: list[nn.Module]) -> Iterator[None]:
     for module in modules:
-        module._hf_hook.pre_forward(module)  # pyright: ignore[reportAttributeAccessIssue]
+        module._hf_hook.pre_forward(module)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     try:
         yield
     finally:
         for module in modules:
-            module._hf_hook.post_forward(module, None)  # pyright: ignore[reportAttributeAccessIssue]
+            module._hf_hook.post_forward(module, None)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]

@@ -43,7 +43,7 @@ def find_layout(
     starts = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
     if is_compiling():  # the number of sequences would be one graph each
         message = "position_ids begin anew within a row; under torch.compile say so with cu_seq_lens_q"
-        torch._assert_async(~starts[:, 1:].any(), message)
+        torch._assert_async(~starts[:, 1:].any(), message)  # pyright: ignore[reportPrivateImportUsage]
     elif starts[:, 1:].any():
         return Layout(None, _bounds(starts), position_ids, flat=True)
     return Layout(None, None, position_ids)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte.layers import AttentionOutput, AttentionState
+from latte.layers import AttentionOutput, AttentionState, count_tokens
 from latte.layers.attention import Rotary
 
 LIMIT = 128  # at least so many tokens can be taken back
@@ -100,6 +100,16 @@ class Recording:
         kept.shorten(tokens)
         self.stretches = [kept]
         self.cut = True
+
+    @property
+    def position(self) -> Tensor | None:
+        """The number of real tokens that a cut has left, for each row; None if none."""
+        (kept,) = self.stretches
+        before = None if kept.start is None else kept.start.position
+        for step in kept.steps:
+            batch, tokens = step.x.shape[:2]
+            before = count_tokens(batch, tokens, step.x.device, before=before, mask=step.mask)
+        return before
 
     def settle(self, state: AttentionState | None) -> None:
         """Forget how to go back behind `state`."""

@@ -1,5 +1,8 @@
 """Rotary positions as Transformers configures them: `rope_parameters`, with any of its ways to longer contexts."""
 
+# Settings that are None when they are given are there when they are read.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
+
 import copy
 
 import torch

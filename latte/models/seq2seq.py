@@ -5,10 +5,16 @@
 import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, Seq2SeqLMOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPast,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -78,7 +84,17 @@ class LatteDecoderLayer(LatteLayer):
         return past.state.attention  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
-class LatteDecoder(LatteModel):
+class OwnPlans:
+    """How to shard a model whose settings describe another: only by the entries that name its own modules."""
+
+    def init_parallel_plans(self) -> None:
+        super().init_parallel_plans()  # pyright: ignore[reportAttributeAccessIssue]
+        for plan in (self._tp_plan, self._pp_plan, self._fsdp_plan):  # pyright: ignore[reportAttributeAccessIssue]
+            for name in [name for name in plan if not hasattr(self, name.partition(".")[0])]:
+                del plan[name]
+
+
+class LatteDecoder(OwnPlans, LatteModel):
     """Hidden states of embedded target tokens, given those of the source, to which every layer attends.
 
     It has no embeddings of its own: source and target share the encoder's.
@@ -128,18 +144,80 @@ class LatteDecoder(LatteModel):
         if not self.config.has_scores and self.config.positions == "none":
             return x, None
         if positions is None:
-            before = None if cache is None else tokens_read(state_layer(cache.self_attention_cache, 0))
+            before = None if cache is None else state_layer(cache.self_attention_cache, 0).position
             positions = token_positions(x.shape[1], x.device, before=before, mask=mask)
         x = self._add_positions(x, positions)
         return x, self.rotary_emb(x, positions) if self.config.has_scores else None
+
+
+class LatteEncoderDecoder(OwnPlans, LattePreTrainedModel):
+    """The encoder, and the decoder that attends to what it gives."""
+
+    def __init__(self, config: LatteConfig) -> None:
+        super().__init__(config)
+        inner = copy.deepcopy(config)
+        inner.is_encoder_decoder = False
+        self.decoder = LatteDecoder(inner)
+        inner = copy.deepcopy(inner)
+        inner.causal = inner.use_cache = False
+        inner.num_hidden_layers = config.num_encoder_layers or config.num_hidden_layers
+        self.encoder = LatteModel(inner)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.encoder.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        decoder_position_ids: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """Hidden states of the next target tokens; see `LatteForSeq2SeqLM`."""
+        check_unpacked(kwargs)
+        if past_key_values is not None:
+            check_pair(past_key_values, self.config)
+        if encoder_outputs is None and not has_read(past_key_values):
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False,
+                **kwargs,
+            )  # fmt: skip
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError("decoder_input_ids and decoder_inputs_embeds: give exactly one of them, or labels alone")
+        if decoder_inputs_embeds is None:
+            decoder_inputs_embeds = self.get_input_embeddings()(decoder_input_ids)
+        source = None if encoder_outputs is None else encoder_outputs[0]
+        outputs = self.decoder(
+            decoder_inputs_embeds, attention_mask=decoder_attention_mask, position_ids=decoder_position_ids,
+            past_key_values=past_key_values, use_cache=use_cache, encoder_hidden_states=source,
+            encoder_attention_mask=attention_mask, **kwargs,
+        )  # fmt: skip
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state, past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.hidden_states, encoder_last_hidden_state=source,
+            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+        )  # fmt: skip
 
 
 class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
     """Target tokens given a source. The source is summed up once; what a token costs does not depend on its length."""
 
     auto_class = "AutoModelForSeq2SeqLM"
-    _no_split_modules = ["LatteLayer", "LatteDecoderLayer"]  # noqa: RUF012
-    _tied_weights_keys = {"lm_head.weight": "encoder.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = LatteForCausalLM._tp_plan
+    _fsdp_plan = LatteForCausalLM._fsdp_plan
 
     def __init__(self, config: LatteConfig) -> None:
         config = config.unless_chosen(causal=True)
@@ -152,20 +230,9 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
             raise ValueError("num_cross_latents and num_latents are None; cross attention is through latents: set one")
         super().__init__(config)
         self.loss_type = "ForCausalLM"
-        inner = copy.deepcopy(config)
-        inner.is_encoder_decoder = False
-        self.decoder = LatteDecoder(inner)
-        inner = copy.deepcopy(inner)
-        inner.causal, inner.use_cache, inner.num_hidden_layers = False, False, config.num_encoder_layers
-        self.encoder = LatteModel(inner)
+        self.model = LatteEncoderDecoder(config)
         self.lm_head = LanguageHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.encoder.set_input_embeddings(value)
 
     @can_return_tuple
     def forward(
@@ -191,33 +258,22 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
         labels, moved one place to the right. As in `LatteForCausalLM`, training with labels leaves logits out unless
         `return_logits` is True. Once a cache has read the source, it need not be given again.
         """
-        check_unpacked(kwargs)
-        if past_key_values is not None:
-            check_pair(past_key_values, self.config)
-        if encoder_outputs is None and not has_read(past_key_values):
-            encoder_outputs = self.encoder(
-                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False,
-                **kwargs,
-            )  # fmt: skip
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
-            raise ValueError("decoder_input_ids and decoder_inputs_embeds: give exactly one of them, or labels alone")
-        if decoder_inputs_embeds is None:
-            decoder_inputs_embeds = self.get_input_embeddings()(decoder_input_ids)
-        source = None if encoder_outputs is None else encoder_outputs[0]
-        outputs = self.decoder(
-            decoder_inputs_embeds, attention_mask=decoder_attention_mask, position_ids=decoder_position_ids,
-            past_key_values=past_key_values, use_cache=use_cache, encoder_hidden_states=source,
-            encoder_attention_mask=attention_mask, **kwargs,
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask, decoder_position_ids=decoder_position_ids,
+            encoder_outputs=encoder_outputs, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         if return_logits is None:
             return_logits = labels is None or not self.training
         loss, logits = self._predict(outputs.last_hidden_state, labels, logits_to_keep, return_logits, kwargs)
         return Seq2SeqLMOutput(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.hidden_states, encoder_last_hidden_state=source,
-            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
         )  # fmt: skip
 
     def _predict(
@@ -232,7 +288,8 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
         if labels is None:
             return None, self._logits(hidden, logits_to_keep) if return_logits else None
         options = {**options, "shift_labels": labels}  # decoder inputs are shifted already
-        if self._can_fuse():
+        differentiable = return_logits and torch.is_grad_enabled()  # the loss is then a function of the logits returned
+        if self._can_fuse() and not differentiable:
             logits = self._logits(hidden, logits_to_keep) if return_logits else None
             return self._fused_loss(hidden, labels, **options), logits
         logits = self._logits(hidden, 0)
@@ -280,19 +337,6 @@ def make_cache(config: LatteConfig) -> EncoderDecoderCache:
 
 def state_layer(cache: Cache, index: int) -> StateLayer:
     return cache.layers[index]  # pyright: ignore[reportReturnType]
-
-
-def tokens_read(layer: StateLayer) -> Tensor | None:
-    """How many real tokens of each row the layer has read, those taken back not counted."""
-    recording = layer.recording
-    if recording is None or not recording.cut:
-        return None if layer.state is None else layer.state.position
-    (kept,) = recording.stretches
-    count = None if kept.start is None else kept.start.position
-    for step in kept.steps:
-        batch, tokens, _ = step.x.shape
-        count = count_tokens(batch, tokens, step.x.device, before=count, mask=step.mask)
-    return count
 
 
 def has_read(cache: Cache | None) -> bool:

@@ -1,5 +1,8 @@
 """Sequence classification: pooling, padding, inputs of each kind, losses."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -199,8 +202,8 @@ def test_gradient_checkpointing():
     assert_close(*gradients, **TIGHT)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile():
-    torch._dynamo.reset()
     model, (ids, mask) = make(pooling="cls", positions="learned", **PLACES), pad(make_ids(B, T), "left", 3, 5)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(compiled(ids, mask).logits, model(ids, mask).logits, **TIGHT)
@@ -272,3 +275,10 @@ CONTINUOUS = {"input_kind": "continuous", "input_size": 3}
 def test_wrong_inputs(settings, inputs, text):
     with pytest.raises(ValueError, match=text):
         make(**settings)(**inputs)
+
+
+def test_documentation_runs():
+    page = (Path(__file__).parents[2] / "docs" / "classification.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    exec(compile("\n".join(blocks), "classification.md", "exec"), {})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification
 
 from latte import LatteConfig, LatteForPairClassification
 from tests.models.small import FORMS, HIDDEN, TIGHT, idle_parameters, make_ids, make_model, pad
@@ -37,8 +38,9 @@ def test_features_by_hand():
     model, pair = make(), make_pair()
     a, b = (model.model(ids).last_hidden_state.mean(dim=1) for ids in pair.values())
     features = torch.cat([a, b, a - b, a * b], dim=1)
-    hidden = F.gelu(features @ model.combine.weight.T + model.combine.bias)
-    assert_close(model(**pair).logits, hidden @ model.classifier.weight.T + model.classifier.bias, **TIGHT)
+    inner, _, outer = model.pair_classifier
+    hidden = F.gelu(features @ inner.weight.T + inner.bias)
+    assert_close(model(**pair).logits, hidden @ outer.weight.T + outer.bias, **TIGHT)
     assert model.config.causal is False
 
 
@@ -76,6 +78,9 @@ def test_save_and_load(tmp_path):
     assert not any(report.values())
     assert loaded.config.architectures == ["LatteForPairClassification"]
     assert_close(loaded(**pair).logits, model(**pair).logits, **TIGHT)
+    single, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert "classifier.weight" in report["missing_keys"]  # a pair's classifier is not taken for another
+    assert torch.equal(single.class_token.weight, model.class_token.weight)
 
 
 def test_learns_whether_two_sequences_are_about_the_same():

@@ -1,6 +1,8 @@
 """Encoder and decoder: step = parallel, a summary of the source in place of the source, generation."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,9 +57,13 @@ def test_shapes_loss_and_gradients(form, tied):
     assert outputs.logits.shape == (B, SOURCE, VOCAB)
     assert outputs.encoder_last_hidden_state.shape == (B, SOURCE, HIDDEN)
     assert (len(outputs.encoder_hidden_states), len(outputs.decoder_hidden_states)) == (4, 3)
-    assert_close(outputs.loss, F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten()), **TIGHT)
-    assert idle_parameters(model, outputs.loss) == []
-    assert (model.lm_head.weight is model.encoder.embed_tokens.weight) is tied
+    expected = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+    assert_close(outputs.loss.double(), expected, rtol=0, atol=1e-5)
+    loss = model(source, labels=labels, return_logits=False).loss
+    assert_close(loss, expected, **TIGHT)
+    assert torch.autograd.grad(outputs.loss, outputs.logits)[0].abs().sum() > 0
+    assert idle_parameters(model, loss) == []
+    assert (model.lm_head.weight is model.get_encoder().embed_tokens.weight) is tied
 
 
 def test_directions():
@@ -160,9 +166,9 @@ def test_cache_does_not_depend_on_the_length_of_the_source():
 @torch.no_grad()
 def test_source_is_read_once():
     model, reads = make(), []
-    for layer in model.decoder.layers:
+    for layer in model.get_decoder().layers:
         layer.cross_attention.value.register_forward_hook(lambda *_: reads.append("summary"))
-    model.encoder.register_forward_hook(lambda *_: reads.append("encoder"))
+    model.get_encoder().register_forward_hook(lambda *_: reads.append("encoder"))
     model.generate(make_ids(B, SOURCE), **GREEDY)
     assert reads == ["encoder", "summary", "summary"]
 
@@ -183,9 +189,17 @@ def test_cache_follows_rows():
         change(moved)
         logits = model(decoder_input_ids=target[chosen, -1:], past_key_values=moved).logits
         assert_close(logits, expected[chosen], **TIGHT)
-    cache.reset()
-    again = model(source[rows], decoder_input_ids=target[rows], past_key_values=cache).logits
-    assert_close(again[:, -1:], expected[rows], **TIGHT)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@torch.no_grad()
+def test_cache_begins_anew_with_another_source(kind):
+    model, source, target = make(), make_ids(B, SOURCE), make_ids(B, TARGET, seed=2)
+    cache = make_cache(model, kind, **({"max_cache_len": TARGET} if kind is StaticCache else {}))
+    for ids in (source, source.flip(0)):
+        cache.reset()
+        logits = model(ids, decoder_input_ids=target, past_key_values=cache).logits
+        assert_close(logits, model(ids, decoder_input_ids=target).logits, **TIGHT)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 5, "num_return_sequences": 2}], ids=str)
@@ -215,7 +229,7 @@ def test_generate_in_other_ways():
     assert torch.equal(
         ids, model.generate(source, decoder_input_ids=prompt, **GREEDY | {"max_new_tokens": 9, "min_new_tokens": 9})
     )
-    read = model.encoder(source)
+    read = model.get_encoder()(source)
     assert torch.equal(ids, model.generate(encoder_outputs=read, **GREEDY))
     torch.manual_seed(0)
     sampled = model.generate(source, do_sample=True, max_new_tokens=5, min_new_tokens=5, num_return_sequences=2)
@@ -234,9 +248,9 @@ def test_tokens_taken_back():
     assert_close(logits, model(source, decoder_input_ids=target).logits[:, 7:], **TIGHT)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile():
     """Training in one graph, and one graph for every step on a static cache."""
-    torch._dynamo.reset()
     model, (source, mask), target = make(), pad(make_ids(B, SOURCE), "left", 3, 9), make_ids(B, TARGET, seed=2)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     losses = [run(source, mask, labels=target, use_cache=False).loss for run in (compiled, model)]
@@ -279,7 +293,7 @@ def test_save_and_load(tmp_path, tied):
     loaded, report = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is LatteForSeq2SeqLM
     assert not any(report.values())
-    assert (len(loaded.encoder.layers), len(loaded.decoder.layers)) == (3, 2)
+    assert (len(loaded.get_encoder().layers), len(loaded.get_decoder().layers)) == (3, 2)
     assert_close(loaded(source, labels=source).logits, model(source, labels=source).logits, **TIGHT)
     assert torch.equal(loaded.generate(source, **GREEDY), model.generate(source, **GREEDY))
 
@@ -292,7 +306,7 @@ def test_settings():
     assert not config.is_encoder_decoder
     model.resize_token_embeddings(13)
     assert model(torch.tensor([[12]]), decoder_input_ids=torch.tensor([[12]])).logits.shape == (1, 1, 13)
-    assert model.lm_head.weight is model.encoder.embed_tokens.weight
+    assert model.lm_head.weight is model.get_encoder().embed_tokens.weight
     with pytest.raises(ValueError, match="causal is False; the decoder is causal and the encoder is not"):
         make(causal=False)
     with pytest.raises(ValueError, match=r"num_cross_latents and num_latents are None; .*set one"):
@@ -336,3 +350,10 @@ def test_learns_to_reverse():
     source = torch.randint(1, 7, (64, 5))
     answers = model.eval().generate(source, max_new_tokens=5, do_sample=False)[:, 1:]
     assert answers.eq(source.flip(1)).float().mean() > 0.9
+
+
+def test_documentation_runs():
+    page = (Path(__file__).parents[2] / "docs" / "seq2seq.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    exec(compile("\n".join(blocks), "seq2seq.md", "exec"), {})

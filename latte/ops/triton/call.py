@@ -9,12 +9,13 @@ from latte.ops.triton.plan import constexpr_values
 from latte.ops.triton.replay import note_launch
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run `programs` programs of a kernel on the device of its first tensor."""
+def launch(kernel: Any, programs: int | tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a kernel, by a number of programs or a grid of them, on the device of its first tensor."""
+    grid = (programs,) if isinstance(programs, int) else programs
     with torch.cuda.device_of(next(x for x in arguments if x is not None)):
-        binary = kernel[(programs,)](*arguments, **options)
+        binary = kernel[grid](*arguments, **options)
     if binary is not None:
-        note_launch(binary, (programs,), (*arguments, *constexpr_values(kernel, options)))
+        note_launch(binary, grid, (*arguments, *constexpr_values(kernel, options)))
 
 
 def side_by_side(x: Tensor) -> Tensor:

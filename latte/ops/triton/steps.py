@@ -10,7 +10,7 @@ from latte.ops.triton.call import launch
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.steps import mixture_step_kernel, rglru_step_kernel, short_conv_step_kernel
 
-ELEMENTS = 8192  # of the widest tensor a program holds
+ELEMENTS = 16384  # of the widest tensor a program holds
 MUTATED = ("log_norm", "mean", "keys", "values", "valid", "position", "arrivals")
 
 
@@ -59,7 +59,7 @@ def mixture_step(
         "WIDTH": width, "BD": max(16, _power(width)), "KEY_WIDTH": max(key_width, 1), "BE": max(16, _power(key_width)),
         "SLOTS": slots, "BP": _fitting(slots, group * wide), "VALID": _power(slots), "LATENTS": q is not None,
         "WINDOW": window_q is not None, "ROTARY": cos is not None, "MASKED": mask is not None, "CAPPED": softcap > 0,
-        "num_warps": 4,
+        "num_warps": 8,
     }  # fmt: skip
     strides = [step for x in (q, k, v, window_q, window_k) for step in ((0, 0) if x is None else x.stride()[::2])]
     launch(

@@ -50,6 +50,11 @@ def carry_walk_kernel(
     if not WHOLE:
         end_norm = norm_after(stop - 1, row, current, before, last_norm, l, table, per_row, head, HEADS, NUM, PACKED)
         tl.store(piece_end + (piece.to(tl.int64) * HEADS + head) * NUM + l, end_norm, mask=inside_l)
+    tile = begin + per_piece - 1
+    at = (((row * per_row + tile) * HEADS + head) * NUM + l).to(tl.int64)
+    keep_l, keep = given(tile < per_row, inside_l), given(tile < per_row, inside)
+    next_own = tl.load(mean_rows(tile_carry, at, d, WIDTH), mask=keep, other=0.0).to(tl.float32)
+    next_h = tl.load(tile_carry_h + at, mask=keep_l, other=0.0)
     for back in range(per_piece):
         tile = begin + per_piece - 1 - back
         exists = tile < per_row
@@ -60,10 +65,16 @@ def carry_walk_kernel(
                 carry_h = tl.zeros([BL], tl.float32)
                 current = sequence
         index = (((row * per_row + tile) * HEADS + head) * NUM + l).to(tl.int64)
-        at = mean_rows(tile_carry, index, d, WIDTH)
-        own = tl.load(at, mask=given(exists, inside), other=0.0).to(tl.float32)
-        own_h = tl.load(tile_carry_h + index, mask=given(exists, inside_l), other=0.0)
-        tl.store(at, carry.to(tile_carry.dtype.element_ty), mask=given(exists, inside))
+        own, own_h = next_own, next_h
+        # What the next tile needs is asked for before this one's stores, which it would wait for.
+        more = (tile > begin) & (tile <= per_row)
+        next_own = tl.load(
+            mean_rows(tile_carry, index - HEADS * NUM, d, WIDTH), mask=given(more, inside), other=0.0
+        ).to(tl.float32)
+        next_h = tl.load(tile_carry_h + index - HEADS * NUM, mask=given(more, inside_l), other=0.0)
+        tl.store(
+            mean_rows(tile_carry, index, d, WIDTH), carry.to(tile_carry.dtype.element_ty), mask=given(exists, inside)
+        )
         tl.store(tile_carry_h + index, carry_h, mask=given(exists, inside_l))
         if WHOLE:
             kept = tl.full([BL], 1.0, tl.float32)

@@ -62,22 +62,44 @@ def mixture_step_kernel(
     narrow = value
     value = value.to(tl.float32)
     acc = tl.zeros([BG, BD], tl.float32)
-    peak = tl.full([BG], MINUS_INF, tl.float32)
-    total = tl.zeros([BG], tl.float32)
-
+    # All that is read first is asked for before anything is waited for: a step is all latency.
     if WINDOW:
         e, slot = tl.arange(0, BE), tl.arange(0, BP)
+        inside_e = e < KEY_WIDTH
+        base = row * SLOTS * VALUE_HEADS + value_head
+        key_at = keys + (base + slot[:, None] * VALUE_HEADS) * KEY_WIDTH + e[None, :]
+        value_at = values + (base + slot[:, None] * VALUE_HEADS) * WIDTH + d[None, :]
+        valid_at = valid + row * SLOTS + slot
+        keep = slot < SLOTS
+        old_keys = tl.load(key_at, mask=keep[:, None] & inside_e[None, :], other=0.0)
+        old_values = tl.load(value_at, mask=keep[:, None] & inside_d[None, :], other=0.0)
+        seen = tl.load(valid_at, mask=keep, other=0)
+    if LATENTS:
+        l = tl.arange(0, BL)
+        q_at = q + row * q_row + (first + g) * q_head
+        k_at = k + row * k_row + (first + g)[:, None] * k_head + l[None, :]
+        norm_at = log_norm + (row * HEADS + first + g)[:, None] * NUM + l[None, :]
+        mean_at = mean + ((row * HEADS + first + g)[:, None, None] * NUM + l[None, :, None]) * WIDTH + d[None, None, :]
+        some = in_group[:, None] & (l < NUM)[None, :]
+        logits = tl.load(q_at[:, None] + (l + SHIFT)[None, :], mask=some, other=MINUS_INF).to(tl.float32)
+        new = tl.load(k_at, mask=some, other=MINUS_INF).to(tl.float32)
+        old = tl.load(norm_at, mask=some, other=MINUS_INF)
+        means = tl.load(mean_at, mask=some[:, :, None] & inside_d[None, None, :], other=0.0)
+        if WINDOW:
+            choice = tl.load(q_at, mask=in_group, other=0.0).to(tl.float32)
+
+    if WINDOW:
         if ROTARY:
             cos += row * cos_row
             sin += row * cos_row
         queries = load_turned(
             wq + row * wq_row + first * wq_head, cos, sin, g, e, wq_head,
-            in_group[:, None] & (e < KEY_WIDTH)[None, :], KEY_WIDTH, ROTARY,
+            in_group[:, None] & inside_e[None, :], KEY_WIDTH, ROTARY,
         )  # fmt: skip
         one = tl.arange(0, 1)
         key = load_turned(
             wk + row * wk_row + value_head * wk_head, cos, sin, one, e, wk_head,
-            (one == 0)[:, None] & (e < KEY_WIDTH)[None, :], KEY_WIDTH, ROTARY,
+            (one == 0)[:, None] & inside_e[None, :], KEY_WIDTH, ROTARY,
         )  # fmt: skip
         if MASKED:
             key = tl.where(real, key, 0.0)
@@ -85,70 +107,66 @@ def mixture_step_kernel(
         own, _ = capped(tl.sum(queries * key, 1), scale, softcap, CAPPED)
         peak = own * factor
         total = tl.full([BG], 1.0, tl.float32)
-        acc = tl.zeros([BG, BD], tl.float32) + value[None, :]
+        acc = acc + value[None, :]
         for start in range(0, SLOTS, BP):
-            p = start + slot
-            inside = p < SLOTS
-            seen = tl.load(valid + row * SLOTS + p, mask=inside, other=0) != 0
-            slot_at = (row * SLOTS + p) * VALUE_HEADS + value_head
-            key_at = keys + slot_at[:, None] * KEY_WIDTH + e[None, :]
-            value_at = values + slot_at[:, None] * WIDTH + d[None, :]
-            keep_e = inside[:, None] & (e < KEY_WIDTH)[None, :]
-            keep_d = inside[:, None] & inside_d[None, :]
-            old_keys = tl.load(key_at, mask=keep_e, other=0.0)
-            old_values = tl.load(value_at, mask=keep_d, other=0.0)
             raw = tl.sum(queries[:, None, :] * old_keys.to(tl.float32)[None, :, :], 2)
             scores, _slope = capped(raw, scale, softcap, CAPPED)
-            scores = tl.where(seen[None, :], scores * factor, MINUS_INF)
+            scores = tl.where((seen != 0)[None, :], scores * factor, MINUS_INF)
             higher = tl.maximum(peak, tl.max(scores, 1))
             shrink = tl.exp2(peak - higher)
             weights = tl.exp2(scores - higher[:, None])
             total = total * shrink + tl.sum(weights, 1)
             acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * old_values.to(tl.float32)[None, :, :], 1)
             peak = higher
+            moved = (start + slot > 0) & (start + slot < SLOTS)
+            here_key, here_value, keys_now, values_now = key_at, value_at, old_keys, old_values
+            key_at += BP * VALUE_HEADS * KEY_WIDTH
+            value_at += BP * VALUE_HEADS * WIDTH
+            valid_at += BP
+            if SLOTS > BP:
+                keep = start + BP + slot < SLOTS
+                old_keys = tl.load(key_at, mask=keep[:, None] & inside_e[None, :], other=0.0)
+                old_values = tl.load(value_at, mask=keep[:, None] & inside_d[None, :], other=0.0)
+                seen = tl.load(valid_at, mask=keep, other=0)
             tl.debug_barrier()  # what is overwritten has been read by all
-            moved = p[:, None] > 0
-            tl.store(key_at - VALUE_HEADS * KEY_WIDTH, old_keys, mask=keep_e & moved)
-            tl.store(value_at - VALUE_HEADS * WIDTH, old_values, mask=keep_d & moved)
+            tl.store(here_key - VALUE_HEADS * KEY_WIDTH, keys_now, mask=moved[:, None] & inside_e[None, :])
+            tl.store(here_value - VALUE_HEADS * WIDTH, values_now, mask=moved[:, None] & inside_d[None, :])
         if SLOTS > 0:
-            last = (row * SLOTS + SLOTS - 1) * VALUE_HEADS + value_head
+            last = base + (SLOTS - 1) * VALUE_HEADS
             last_key = keys + last * KEY_WIDTH + e
-            tl.store(last_key[None, :], key.to(keys.dtype.element_ty), mask=(e < KEY_WIDTH)[None, :])
+            tl.store(last_key[None, :], key.to(keys.dtype.element_ty), mask=inside_e[None, :])
             tl.store(values + last * WIDTH + d, narrow.to(values.dtype.element_ty), mask=inside_d)
         acc = acc * inverse_or_zero(total)[:, None]
 
     if LATENTS:
-        head = row * HEADS + first + g
-        q_at = q + row * q_row + (first + g) * q_head
         if WINDOW:
-            peak = tl.load(q_at, mask=in_group, other=0.0).to(tl.float32)
-            total = tl.full([BG], 1.0, tl.float32)
+            peak, total = choice, tl.full([BG], 1.0, tl.float32)
         else:
-            peak = tl.full([BG], MINUS_INF, tl.float32)
-            total = tl.zeros([BG], tl.float32)
+            peak, total = tl.full([BG], MINUS_INF, tl.float32), tl.zeros([BG], tl.float32)
         for begin in range(0, NUM, BL):
-            l = begin + tl.arange(0, BL)
-            keep = in_group[:, None] & (l < NUM)[None, :]
-            logits = tl.load(q_at[:, None] + (l + SHIFT)[None, :], mask=keep, other=MINUS_INF).to(tl.float32)
-            k_at = k + row * k_row + (first + g)[:, None] * k_head + l[None, :]
-            new = tl.load(k_at, mask=keep, other=MINUS_INF).to(tl.float32)
+            some = in_group[:, None] & (begin + l < NUM)[None, :]
             if MASKED:
                 new = tl.where(real, new, MINUS_INF)
-            at = head[:, None] * NUM + l[None, :]
-            old = tl.load(log_norm + at, mask=keep, other=MINUS_INF)
-            mean_at = mean + at[:, :, None] * WIDTH + d[None, None, :]
-            keep_mean = keep[:, :, None] & inside_d[None, None, :]
-            means = tl.load(mean_at, mask=keep_mean, other=0.0)
             norm = log_add(old, new)
             means = decay(old, norm)[:, :, None] * means + decay(new, norm)[:, :, None] * value[None, None, :]
-            tl.store(log_norm + at, norm, mask=keep)
-            tl.store(mean_at, means, mask=keep_mean)
+            tl.store(norm_at, norm, mask=some)
+            tl.store(mean_at, means, mask=some[:, :, None] & inside_d[None, None, :])
             higher = tl.maximum(peak, tl.max(logits, 1))
             shrink = exp(peak - finite(higher))
             weights = exp(logits - finite(higher)[:, None])
             total = total * shrink + tl.sum(weights, 1)
             acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * means, 1)
             peak = higher
+            if NUM > BL:
+                q_at += BL
+                k_at += BL
+                norm_at += BL
+                mean_at += BL * WIDTH
+                some = in_group[:, None] & (begin + BL + l < NUM)[None, :]
+                logits = tl.load(q_at[:, None] + (l + SHIFT)[None, :], mask=some, other=MINUS_INF).to(tl.float32)
+                new = tl.load(k_at, mask=some, other=MINUS_INF).to(tl.float32)
+                old = tl.load(norm_at, mask=some, other=MINUS_INF)
+                means = tl.load(mean_at, mask=some[:, :, None] & inside_d[None, None, :], other=0.0)
         acc = acc * inverse_or_zero(total)[:, None]
     if MASKED:
         acc = tl.where(real, acc, 0.0)

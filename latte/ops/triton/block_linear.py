@@ -1,0 +1,120 @@
+"""Block-diagonal products by Triton kernels: about as fast as memory reads x and takes y."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from latte.ops.triton.call import launch
+from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.kernels.block_linear import forward_kernel, input_grad_kernel, weight_grad_kernel
+
+TILE, PARTS = 128, 16
+LARGEST = 64  # rows or columns of a block that a program takes at once
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Both y [B T N·O] of x [B T N·I] and two matrices of blocks [2 N I O]."""
+    check_device(forward_kernel, x.device)
+    check_dtypes(x=x, weight=weight, bias=bias)
+    return block_linear_forward(x, weight, bias)
+
+
+def _options(weight: Tensor) -> dict[str, Any]:
+    groups, blocks, size, out = weight.shape
+    exact = weight.dtype == torch.float32
+    return {
+        "GROUPS": groups, "N": blocks, "I": size, "O": out, "BT": TILE // 2 if exact else TILE,
+        "BI": _piece(size), "BO": _piece(out), "PRECISION": "tf32x3" if exact else "tf32", "num_warps": 4,
+    }  # fmt: skip
+
+
+def _piece(size: int) -> int:
+    """A power of two that the matrix units take; Triton 3.6 reads wrongly for right factors of 16 columns."""
+    return min(LARGEST, max(32, triton.next_power_of_2(size)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [… T W] with rows at equal distances."""
+    even = x.stride(-1) == 1 and (x.shape[-3] == 1 or x.stride(-3) == x.shape[-2] * x.stride(-2))
+    return x if even else x.contiguous()
+
+
+@torch.library.custom_op("latte::block_linear_forward", mutates_args=())
+def block_linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Both y [B T N·O]."""
+    _, blocks, _, out = weight.shape
+    batch, length, _ = x.shape
+    y, other = (torch.empty((batch, length, blocks * out), dtype=x.dtype, device=x.device) for _ in range(2))
+    if y.numel() == 0:
+        return y, other
+    x, weight, options = _rows(x), weight.to(x.dtype).contiguous(), _options(weight.to(x.dtype))
+    grid = (triton.cdiv(batch * length, options["BT"]), blocks, triton.cdiv(out, options["BO"]))
+    launch(
+        forward_kernel, grid, x, weight, bias.contiguous(), y, batch * length, x.stride(1), y.stride(1),
+        _distance(y, other), **options,
+    )  # fmt: skip
+    return y, other
+
+
+def _distance(first: Tensor, second: Tensor) -> int:
+    """How many elements lie from the start of one tensor to that of another: where the kernels find the second."""
+    return (second.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+@block_linear_forward.register_fake
+def _(x, weight, bias):
+    shape = (x.shape[0], x.shape[1], weight.shape[1] * weight.shape[3])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+@torch.library.custom_op("latte::block_linear_backward", mutates_args=())
+def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, the last in float32."""
+    groups, blocks, size, out = weight.shape
+    tokens = x.shape[0] * x.shape[1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel() == 0:
+        return dx, torch.zeros_like(weight), weight.new_zeros((groups, blocks * out), dtype=torch.float32)
+    options = _options(weight.to(x.dtype))
+    x, narrow = _rows(x), weight.to(x.dtype).contiguous()
+    dy, other = (z.to(x.dtype).contiguous() for z in (dy, other))
+    strides = (dy.stride(1), _distance(dy, other))
+    pieces = triton.cdiv(size, options["BI"])
+    launch(
+        input_grad_kernel, (triton.cdiv(tokens, options["BT"]), blocks, pieces),
+        dy, narrow, dx, tokens, *strides, dx.stride(1), **options,
+    )  # fmt: skip
+    part = triton.cdiv(triton.cdiv(tokens, PARTS), options["BT"]) * options["BT"]
+    parts = triton.cdiv(tokens, part)
+    dweight = torch.empty((parts, *weight.shape), dtype=torch.float32, device=x.device)
+    dbias = torch.empty((parts, groups, blocks * out), dtype=torch.float32, device=x.device)
+    launch(
+        weight_grad_kernel, (parts, groups * blocks, pieces * triton.cdiv(out, options["BO"])),
+        x, dy, dweight, dbias, tokens, part, x.stride(1), *strides, **options,
+    )  # fmt: skip
+    return dx, dweight.sum(dim=0).to(weight.dtype), dbias.sum(dim=0)
+
+
+@block_linear_backward.register_fake
+def _(dy, other, x, weight):
+    groups, blocks, _, out = weight.shape
+    return (
+        x.new_empty(x.shape), weight.new_empty(weight.shape),
+        weight.new_empty((groups, blocks * out), dtype=torch.float32),
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = bias.dtype
+
+
+def _differentiate(ctx: Any, dy: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = block_linear_backward(dy, other, *ctx.saved_tensors)
+    return dx, dweight, dbias.to(ctx.bias_dtype)
+
+
+block_linear_forward.register_autograd(_differentiate, setup_context=_save)

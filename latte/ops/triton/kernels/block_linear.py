@@ -1,0 +1,89 @@
+"""Kernels for products of one x [tokens, N · I] with GROUPS block-diagonal matrices.
+
+The results y [tokens, N · O] lie `y_group` elements apart, in whatever memory they have. Every program makes one piece
+of one result; partial sums over tokens are added up afterwards, in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from latte.ops.triton.kernels.latents import dot
+
+
+@triton.jit
+def load_piece(x, rows, columns, row_stride, height, width):
+    """[rows, columns] of a matrix, 0 beyond its ends."""
+    at = x + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    return tl.load(at, mask=(rows < height)[:, None] & (columns < width)[None, :], other=0.0)
+
+
+@triton.jit
+def forward_kernel(
+    x, weight, bias, y, tokens, x_token, y_token, y_group,
+    GROUPS: tl.constexpr, N: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y of a tile of tokens, one block and one piece of its columns, for all G matrices."""
+    tile, block, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile * BT + tl.arange(0, BT)
+    o = piece * BO + tl.arange(0, BO)
+    for g in tl.static_range(GROUPS):
+        first = tl.load(bias + g * N * O + block * O + o, mask=o < O, other=0.0).to(tl.float32)
+        acc = tl.zeros([BT, BO], tl.float32) + first[None, :]
+        for start in range(0, I, BI):
+            i = start + tl.arange(0, BI)
+            rows = load_piece(x + block * I, t, i, x_token, tokens, I)
+            columns = load_piece(weight + (g * N + block) * I * O, i, o, O, I, O)
+            acc += dot(rows, columns, PRECISION)
+        at = y + tl.cast(g, tl.int64) * y_group + block * O + t.to(tl.int64)[:, None] * y_token + o[None, :]
+        tl.store(at, acc.to(y.dtype.element_ty), mask=(t < tokens)[:, None] & (o < O)[None, :])
+
+
+@triton.jit
+def input_grad_kernel(
+    dy, weight, dx, tokens, dy_token, dy_group, dx_token,
+    GROUPS: tl.constexpr, N: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile of tokens, one block and one piece of its columns, from all G products."""
+    tile, block, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile * BT + tl.arange(0, BT)
+    i = piece * BI + tl.arange(0, BI)
+    acc = tl.zeros([BT, BI], tl.float32)
+    for g in tl.static_range(GROUPS):
+        for start in range(0, O, BO):
+            o = start + tl.arange(0, BO)
+            pull = load_piece(dy + tl.cast(g, tl.int64) * dy_group + block * O, t, o, dy_token, tokens, O)
+            rows = load_piece(weight + (g * N + block) * I * O, i, o, O, I, O)
+            acc += dot(pull, tl.trans(rows), PRECISION)
+    at = dx + block * I + t.to(tl.int64)[:, None] * dx_token + i[None, :]
+    tl.store(at, acc.to(dx.dtype.element_ty), mask=(t < tokens)[:, None] & (i < I)[None, :])
+
+
+@triton.jit
+def weight_grad_kernel(
+    x, dy, dweight, dbias, tokens, part_tokens, x_token, dy_token, dy_group,
+    GROUPS: tl.constexpr, N: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One part of the tokens' sum of xᵀ dy, for a piece of one block of one matrix, and of its bias' gradient."""
+    PIECES: tl.constexpr = (O + BO - 1) // BO
+    part, which, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g, block = which // N, which % N
+    i = (piece // PIECES) * BI + tl.arange(0, BI)
+    o = (piece % PIECES) * BO + tl.arange(0, BO)
+    acc = tl.zeros([BI, BO], tl.float32)
+    total = tl.zeros([BO], tl.float32)
+    begin = part * part_tokens
+    end = tl.minimum(begin + part_tokens, tokens)
+    dy += tl.cast(g, tl.int64) * dy_group + block * O
+    for start in range(begin, end, BT):
+        t = start + tl.arange(0, BT)
+        rows = load_piece(x + block * I, t, i, x_token, end, I)
+        pull = load_piece(dy, t, o, dy_token, end, O)
+        acc += dot(tl.trans(rows), pull, PRECISION)
+        total += tl.sum(pull.to(tl.float32), 0)
+    at = dweight + ((part * GROUPS * N + which) * I + i[:, None]) * O + o[None, :]
+    tl.store(at, acc, mask=(i < I)[:, None] & (o < O)[None, :])
+    if piece < PIECES:
+        tl.store(dbias + (part * GROUPS * N + which) * O + o, total, mask=o < O)

@@ -1,0 +1,198 @@
+"""Cache layers: what Transformers does to them, saving, and caches of other models."""
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from latte.models import load_cache, save_cache
+from latte.models.cache import StateLayer, StaticStateLayer, tensors
+from tests.models.forms import (
+    FORMS,
+    MAIN_FORMS,
+    STATE_FORMS,
+    VOCABULARY,
+    WINDOW,
+    assert_same_cache,
+    make_config,
+    make_model,
+    make_tokens,
+)
+
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+LENGTH = 19
+
+
+def read(form: str, kind: str = "dynamic", batch: int = 3) -> tuple:
+    """A model, the tokens that it has read, and its cache after them."""
+    model, tokens = make_model(form), make_tokens(batch, LENGTH)
+    config = model.config
+    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=40)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    return model, tokens, cache
+
+
+def next_logits(model, tokens, cache) -> torch.Tensor:
+    """Logits of one more token, the same for every row."""
+    rows = cache.layers[0].batch_size
+    return model(torch.full((rows, 1), 7), past_key_values=cache).logits
+
+
+def test_layers_are_ours():
+    config = make_config("macchiato")
+    assert [type(layer) for layer in DynamicCache(config=config).layers] == 2 * [StateLayer]
+    assert [type(layer) for layer in StaticCache(config=config, max_cache_len=9).layers] == 2 * [StaticStateLayer]
+    assert not DynamicCache(config=config).is_compileable
+    assert StaticCache(config=config, max_cache_len=9).is_compileable
+    assert StaticCache(config=config, max_cache_len=9).get_max_length() == 9
+    assert DynamicCache(config=config).get_max_length() == -1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("form", MAIN_FORMS)
+def test_rows_can_be_reordered_repeated_and_selected(form, kind):
+    rows = torch.tensor([2, 0, 0])
+    for change, expected in (
+        (lambda cache: cache.reorder_cache(rows), rows),
+        (lambda cache: cache.batch_repeat_interleave(2), torch.tensor([0, 0, 1, 1, 2, 2])),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), torch.tensor([1])),
+    ):
+        model, tokens, cache = read(form, kind)
+        change(cache)
+        assert cache.batch_size == len(expected)
+        other = make_model(form)(tokens[expected]).past_key_values
+        torch.testing.assert_close(next_logits(model, tokens, cache), next_logits(model, tokens, other), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("form", MAIN_FORMS)
+def test_a_reset_cache_is_a_new_one(form, kind):
+    model, _, cache = read(form, kind)
+    before = [tensor.data_ptr() for layer in cache.layers for tensor in tensors(layer.state)]
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    again = make_tokens(3, 11, seed=2)
+    torch.testing.assert_close(model(again, past_key_values=cache).logits, model(again).logits, **CLOSE)
+    assert int(cache.get_seq_length()) == 11
+    if kind == "static":
+        assert [tensor.data_ptr() for layer in cache.layers for tensor in tensors(layer.state)] == before
+
+
+@pytest.mark.parametrize("form", MAIN_FORMS)
+def test_a_static_state_stays_where_it_is(form):
+    model, _, cache = read(form, "static")
+    places = [tensor.data_ptr() for layer in cache.layers for tensor in tensors(layer.state)]
+    for _ in range(3):
+        next_logits(model, None, cache)
+    assert [tensor.data_ptr() for layer in cache.layers for tensor in tensors(layer.state)] == places
+
+
+def test_sizes_for_masks():
+    _, _, cache = read("macchiato")
+    assert cache.get_mask_sizes(3, 0) == (LENGTH + 3, 0)
+    assert cache.get_seq_length() == LENGTH
+    assert cache.is_sliding == [False, False]
+    assert cache.is_croppable
+    assert len(list(cache)) == 2
+
+
+def test_states_can_be_moved():
+    _, _, cache = read("macchiato")
+    cache.layers[0].offload()
+    assert {tensor.device.type for tensor in tensors(cache.layers[0].state)} == {"cpu"}
+
+
+def test_nothing_is_read_by_a_cache_before_the_first_forward():
+    cache = DynamicCache(config=make_config("macchiato"))
+    assert (cache.get_seq_length(), cache.batch_size, cache.get_mask_sizes(5, 0)) == (0, -1, (5, 0))
+    cache.reorder_cache(torch.tensor([0]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prefix_can_be_saved(form, tmp_path):
+    model, tokens, cache = read(form)
+    path = tmp_path / "prefix.safetensors"
+    save_cache(cache, path, model.config)
+    loaded = load_cache(path, model.config)
+    assert_same_cache(loaded, cache, atol=0)
+    torch.testing.assert_close(next_logits(model, tokens, loaded), next_logits(model, tokens, cache), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", STATE_FORMS)
+def test_a_saved_prefix_is_small(form, tmp_path):
+    model = make_model(form)
+    sizes = []
+    for length in (WINDOW, 300):
+        path = tmp_path / f"{length}.safetensors"
+        save_cache(model(make_tokens(1, length)).past_key_values, path, model.config)
+        sizes.append(path.stat().st_size)
+    assert sizes[0] == pytest.approx(sizes[1], abs=8)  # the number of tokens read is written down
+
+
+def test_one_prefix_begins_many_texts(tmp_path):
+    model, prefix = make_model("macchiato"), make_tokens(1, LENGTH)
+    save_cache(model(prefix).past_key_values, tmp_path / "prefix", model.config)
+    cache = load_cache(tmp_path / "prefix", model.config)
+    cache.batch_repeat_interleave(3)
+    questions = make_tokens(3, 5, seed=4)
+    expected = model(torch.cat([prefix.expand(3, -1), questions], dim=1)).logits[:, LENGTH:]
+    torch.testing.assert_close(model(questions, past_key_values=cache).logits, expected, **CLOSE)
+
+
+def test_a_prefix_of_another_model_is_refused(tmp_path):
+    model, _, cache = read("macchiato")
+    save_cache(cache, tmp_path / "prefix", model.config)
+    with pytest.raises(ValueError, match=r"is a cache of another model, .* window=11.* window=5"):
+        load_cache(tmp_path / "prefix", make_config("macchiato", window=5))
+    with pytest.raises(ValueError, match="the cache has read nothing"):
+        save_cache(DynamicCache(config=model.config), tmp_path / "empty", model.config)
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (DynamicCache(), r"has 0 layers and the model 2; .* make one with DynamicCache\(config=model.config\)"),
+        (Cache(layers=[DynamicLayer(), DynamicLayer()]), "has layers of type DynamicLayer; it is of another model"),
+        (DynamicCache(config=make_config("macchiato", num_hidden_layers=3)), "has 3 layers and the model 2"),
+        (((None, None),), "past_key_values is tuple; it must be a Cache"),
+    ],
+    ids=["unconfigured", "keys and values", "another depth", "tuple"],
+)
+def test_a_cache_of_another_model_is_refused(cache, message):
+    with pytest.raises(ValueError, match=message):
+        make_model("macchiato")(make_tokens(1, 3), past_key_values=cache)
+
+
+def test_states_of_another_shape_are_refused():
+    cache = make_model("macchiato", window=5)(make_tokens(1, 13)).past_key_values
+    with pytest.raises(ValueError, match=r"state.keys has shape \[1, 4, 3, 10\]; it must be \[B=1, w-1=10, "):
+        make_model("macchiato")(make_tokens(1, 3), past_key_values=cache)
+    cache = make_model("latte rglru")(make_tokens(1, 13)).past_key_values
+    with pytest.raises(ValueError, match="state"):
+        make_model("latte")(make_tokens(1, 3), past_key_values=cache)
+
+
+def test_another_batch_than_the_cache_s_is_refused():
+    model, _, cache = read("macchiato")
+    with pytest.raises(ValueError, match="state"):
+        model(make_tokens(2, 3), past_key_values=cache)
+
+
+def test_keys_and_values_have_no_place_in_a_state():
+    _, _, cache = read("macchiato")
+    with pytest.raises(TypeError, match="holds a state"):
+        cache.update(torch.zeros(1), torch.zeros(1), 0)
+
+
+def test_training_makes_no_cache_unless_it_is_given_one():
+    model, tokens = make_model("macchiato").train(), make_tokens(1, 13)
+    assert model(tokens).past_key_values is None
+    cache = DynamicCache(config=model.config)
+    first = model(tokens, past_key_values=cache).logits
+    second = model(tokens, past_key_values=cache).logits
+    (gradient,) = torch.autograd.grad(second.square().sum() + 0 * first.sum(), [model.model.embed_tokens.weight])
+    assert gradient.abs().sum() > 0
+    assert second.shape == (1, 13, VOCABULARY)
