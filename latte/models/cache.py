@@ -196,7 +196,7 @@ class StaticStateLayer(StateLayer):
 
     @property
     def position(self) -> Tensor | None:
-        return None if self.fresh else super().position
+        return None if self.fresh or self.state is None else self.state.position
 
     def get_seq_length(self) -> int | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.seen if self.is_initialized else 0

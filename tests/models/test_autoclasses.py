@@ -37,6 +37,7 @@ def test_in_whichever_order(imports):
     assert run(f"{imports}; {KNOWN}") == "latte"
 
 
+@pytest.mark.slow
 def test_modules_of_transformers_are_imported_as_ever():
     """The finder that waits is gone afterwards, and the modules have the loaders that they always have."""
     script = "import latte, sys, transformers; transformers.AutoConfig; from latte import autoclasses;"

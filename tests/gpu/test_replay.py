@@ -1,0 +1,54 @@
+"""Calls that are replayed give the same bits as those that are not, on whatever tensors they are given."""
+
+import pytest
+import torch
+
+from latte.ops import latte_attention, macchiato_attention, rglru, window_attention
+from latte.ops.triton import attention, recurrence
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def tensors(form: str) -> list[torch.Tensor]:
+    batch, tokens, heads, latents, width = 2, 320, 3, 16, 64
+    if form == "rglru":
+        return [*(draw(batch, tokens, 192) for _ in range(3)), torch.randn(192, device="cuda")]
+    joint = draw(batch, tokens, heads * (latents + latents + width * 3)).split(
+        [heads * latents] * 2 + [heads * width] * 3, -1
+    )
+    q, k, v, window_q, window_k = (x.unflatten(2, (heads, -1)) for x in joint)
+    if form == "window":
+        return [window_q, window_k, v]
+    return [q, k, v] if form == "latte" else [draw(batch, tokens, heads, latents + 1), k, v, window_q, window_k]
+
+
+OPS = {"latte": latte_attention, "macchiato": macchiato_attention, "window": window_attention, "rglru": rglru}
+
+
+def run(form: str, given: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in given]
+    y = OPS[form](*leaves).y
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("form", OPS)
+def test_replayed_is_plain(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = recurrence if form == "rglru" else attention
+    books = [type(module.FORWARD)() for _ in range(2)]
+    for name, book in zip(("FORWARD", "BACKWARD"), books, strict=True):
+        monkeypatch.setattr(module, name, book)
+    cases = [tensors(form) for _ in range(5)]
+    pulls = [torch.randn_like(OPS[form](*case).y) for case in cases]
+    for book in books:
+        book.seen.clear()
+        book.recipes.clear()
+    found = [run(form, case, dy) for case, dy in zip(cases, pulls, strict=True)]
+    assert all(len(book.recipes) == 1 and None not in book.recipes.values() for book in books)
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(getattr(module, name), "find", lambda *_: None)
+    for case, dy, results in zip(cases, pulls, found, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(results, run(form, case, dy), strict=True))

@@ -1,0 +1,61 @@
+"""Recorded calls know where every address comes from, and are not made where one is unknown."""
+
+import torch
+
+from latte.ops.triton import replay
+
+
+def record(inputs, launches, results, kept):
+    """A recipe of kernels whose tensors are named by functions of what was made."""
+    with replay.recording(inputs) as found:
+        made = [replay.empty((3, 4), torch.float32, torch.device("cpu")) for _ in range(3)]
+        for arguments in launches(made):
+            replay.note_launch("kernel", (7,), arguments)
+    return found.recipe(results(made), kept(made))
+
+
+def test_places_of_inputs_results_kept_parts_scratch_and_views():
+    x = torch.zeros(5, 8)
+    recipe = record(
+        (x, None, x[2:]),
+        lambda made: [(x, None, made[0], made[1], made[2][1], x[1], 5, True)],
+        lambda made: [made[0]],
+        lambda made: [made[1]],
+    )
+    kernel, grid, places, rest = recipe.launches[0]
+    assert (kernel, grid, rest) == ("kernel", (7, 1, 1), (5, True))
+    # Inputs are 0 to 2, the result 3, what is kept 4, scratch 5; a row of scratch is 16 bytes, one of x is 32.
+    assert places == [(0, 0), None, (3, 0), (4, 0), (5, 16), (0, 32)]
+
+
+def test_a_tensor_from_elsewhere_spoils_the_recording():
+    x = torch.zeros(5, 8)
+    assert record((x,), lambda made: [(torch.ones(2), x)], lambda made: [made[0]], lambda made: []) is None
+    assert record((x,), lambda made: [(x,)], lambda made: [torch.ones(2)], lambda made: []) is None
+
+
+def test_parts_lie_side_by_side_and_come_back_as_views():
+    tensors = [torch.zeros(3, 5), torch.zeros(7, dtype=torch.int32), torch.zeros(0, 2), torch.zeros(2, 3).bfloat16()]
+    parts, size = replay.lay_out(tensors)
+    assert [part.offset for part in parts] == [0, 256, 512, 512]
+    assert size == 768
+    recipe = replay.Recipe(torch.device("cpu"), [], tensors)
+    memory = torch.zeros(recipe.kept_bytes, dtype=torch.uint8)
+    views = recipe.views(memory)
+    assert [(x.shape, x.dtype) for x in views] == [(x.shape, x.dtype) for x in tensors]
+    views[1].fill_(-1)
+    assert memory.nonzero().flatten().tolist() == list(range(256, 284))
+
+
+def test_calls_off_the_gpu_are_not_for_replaying():
+    book = replay.Cookbook()
+    assert all(book.find((torch.zeros(2),), (), lambda: ([], [])) is None for _ in range(3))
+    assert not book.recipes
+
+
+def test_nothing_is_noted_outside_a_recording():
+    with replay.recording(()) as found:
+        pass
+    replay.empty((2,), torch.float32, torch.device("cpu"))
+    replay.note_launch("kernel", (1,), ())
+    assert (found.made, found.launches) == ([], [])
