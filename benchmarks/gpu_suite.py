@@ -31,7 +31,7 @@ class Plan:
     first_call: bool = True
     check_tokens: int = 1024
     rep: int = 40
-    seconds: float = 135.0  # of 150: Python, PyTorch and the GPU take some to start
+    seconds: float = 185.0  # of 200: Python, PyTorch and the GPU take some to start
 
 
 FULL = Plan()

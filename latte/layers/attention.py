@@ -176,18 +176,19 @@ class LatteAttention(nn.Module):
         state: AttentionState,
         mask: Bool[Tensor, "B one"] | None = None,
         rotary: Rotary | None = None,
-        arrivals: Int[Tensor, " B"] | None = None,
+        counters: tuple[Int[Tensor, " B"], Int[Tensor, ""]] | None = None,
     ) -> Float[Tensor, "B one C"]:
         """y of one more token, without gradients; `state` is advanced in place, so that a CUDA graph can replay it.
 
-        On a GPU the mixer is one launch and attention another. `arrivals` is their int32 counter, 0 between calls:
-        give one that stays, or the step makes its own.
+        On a GPU the mixer is one launch and attention another. `counters` are an int32 one for each row, 0 between
+        calls, and one of all tokens: give some that stay, or the step makes its own.
         """
         self._check_arguments(x, state, mask, None)
         if isinstance(state.attention, SoftmaxState) or not self.causal:
             raise ValueError("a step in place needs causal attention with a window or latents; use stream")
-        if arrivals is None:
+        if counters is None:
             arrivals = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
+            counters = arrivals, torch.zeros((), dtype=torch.long, device=x.device)
         mixed = x if self.mixer is None or state.mixer is None else self.mixer.step_(x, state.mixer, mask)
         latent_q = latent_k = q = k = None
         source = x
@@ -202,7 +203,7 @@ class LatteAttention(nn.Module):
             if rotary is None and self.rope_theta is not None:
                 rotary = make_rotary(state.position.unsqueeze(1), self.window_head_dim, self.rope_theta)
         y = mixture_step_(
-            latent_q, latent_k, self._values(x), q, k, state.attention, Place(state.position, arrivals),
+            latent_q, latent_k, self._values(x), q, k, state.attention, Place(state.position, *counters),
             rotary=None if self.window is None or self.rope_theta is None else rotary, scale=self.scale,
             softcap=self.softcap, mask=mask, backend=self.backend,
         )  # fmt: skip

@@ -60,9 +60,14 @@ class StateLayer(CacheLayerMixin):
             self.recording = Recording(self.state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last −`tokens_to_remove` tokens; 0 says that all those before are to stay."""
+        """Take back the last −`tokens_to_remove` tokens; 0 says that all those before are to stay.
+
+        A positive number is, as in releases before 5.15, the number of tokens to keep.
+        """
+        if tokens_to_remove >= max(self.seen, 1):
+            return
         if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be negative, as many as to take back")
+            tokens_to_remove -= self.seen
         if self.recording is None:
             if tokens_to_remove:
                 raise ValueError("the cache has not recorded its past; call activate_past_recording() before reading")
@@ -134,13 +139,12 @@ class StaticStateLayer(StateLayer):
         super().__init__()
         self.max_cache_len = max_cache_len
         self.seen = torch.zeros((), dtype=torch.long)
-        self.arrivals: Tensor | None = None  # a counter of the step in place
+        self.arrivals = torch.zeros(0, dtype=torch.int32)  # a counter of the step in place, for each row
         self.fresh = True
 
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
         if self.state is not None and self._steps(step):
-            self.seen.add_(1)
-            return attention.step_(step.x, self.state, step.mask, step.rotary, self.arrivals)
+            return attention.step_(step.x, self.state, step.mask, step.rotary, (self.arrivals, self.seen))
         y, state = run(attention, step, None if self.fresh else self.state)
         tokens = step.x.shape[1]
         if isinstance(state.attention, SoftmaxState):

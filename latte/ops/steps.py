@@ -20,10 +20,11 @@ Rotary = tuple[Float[Tensor, "_ one half"], Float[Tensor, "_ one half"]]
 
 
 class Place(NamedTuple):
-    """What the heads of a row share besides validity: how many real tokens came, and a counter, 0 between calls."""
+    """What heads share besides validity: how many tokens came, and a counter that is 0 between calls."""
 
-    position: Int[Tensor, " B"]
-    arrivals: Int[Tensor, " B"]
+    position: Int[Tensor, " B"]  # real tokens of each row
+    arrivals: Int[Tensor, " B"]  # int32
+    seen: Int[Tensor, ""]  # tokens, real or not
 
 
 def mixture_step_(
@@ -66,6 +67,7 @@ def mixture_step_(
             after = _run(q, k, v, window_q, window_k, state, {"mask": mask, "backend": name}, scale, softcap)
             write(state, after.state)
             place.position.add_(1 if mask is None else mask[:, 0].to(place.position.dtype))
+            place.seen.add_(1)
             return after.y
 
 

@@ -51,7 +51,8 @@ def make_tokens(form, groups, device, dtype=torch.float32):
 
 
 def make_place(device):
-    return Place(torch.tensor([4, 9], device=device), torch.zeros(B, dtype=torch.int32, device=device))
+    seen = torch.tensor(11, device=device)
+    return Place(torch.tensor([4, 9], device=device), torch.zeros(B, dtype=torch.int32, device=device), seen)
 
 
 FORMS = [("latte", 0), ("window", 10), ("macchiato", 10), ("macchiato", 0), ("macchiato", 1), ("macchiato", 37)]

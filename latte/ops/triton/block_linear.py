@@ -10,7 +10,7 @@ from latte.ops.triton.call import launch
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.block_linear import forward_kernel, input_grad_kernel, weight_grad_kernel
 
-TILE, PARTS = 128, 16
+TILE, PARTS = 64, 16
 LARGEST = 64  # rows or columns of a block that a program takes at once
 
 
@@ -25,7 +25,7 @@ def _options(weight: Tensor) -> dict[str, Any]:
     groups, blocks, size, out = weight.shape
     exact = weight.dtype == torch.float32
     return {
-        "GROUPS": groups, "N": blocks, "I": size, "O": out, "BT": TILE // 2 if exact else TILE,
+        "GROUPS": groups, "N": blocks, "I": size, "O": out, "BT": TILE,
         "BI": _piece(size), "BO": _piece(out), "PRECISION": "tf32x3" if exact else "tf32", "num_warps": 4,
     }  # fmt: skip
 

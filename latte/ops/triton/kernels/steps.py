@@ -11,6 +11,7 @@ import triton.language as tl
 from latte.ops.triton.kernels.latents import (
     MINUS_INF,
     decay,
+    dot,
     exp,
     finite,
     inverse_or_zero,
@@ -38,12 +39,12 @@ def load_turned(x, cos, sin, g, e, head_stride, inside, WIDTH: tl.constexpr, ROT
 
 @triton.jit
 def mixture_step_kernel(
-    q, k, v, wq, wk, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, y,
+    q, k, v, wq, wk, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, seen_tokens, y,
     q_row, q_head, k_row, k_head, v_row, v_head, wq_row, wq_head, wk_row, wk_head, cos_row, mask_row, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, NUM: tl.constexpr, BL: tl.constexpr,
     WIDTH: tl.constexpr, BD: tl.constexpr, KEY_WIDTH: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
     BP: tl.constexpr, VALID: tl.constexpr, LATENTS: tl.constexpr, WINDOW: tl.constexpr, ROTARY: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y [G D] of one token for the G heads that share a value head, whose state moves on by that token."""
     VALUE_HEADS: tl.constexpr = HEADS // GROUPS
@@ -62,6 +63,7 @@ def mixture_step_kernel(
     narrow = value
     value = value.to(tl.float32)
     acc = tl.zeros([BG, BD], tl.float32)
+    r = tl.arange(0, ROWS)  # the group's heads, as many rows as the matrix units want
     # All that is read first is asked for before anything is waited for: a step is all latency.
     if WINDOW:
         e, slot = tl.arange(0, BE), tl.arange(0, BP)
@@ -93,8 +95,8 @@ def mixture_step_kernel(
             cos += row * cos_row
             sin += row * cos_row
         queries = load_turned(
-            wq + row * wq_row + first * wq_head, cos, sin, g, e, wq_head,
-            in_group[:, None] & inside_e[None, :], KEY_WIDTH, ROTARY,
+            wq + row * wq_row + first * wq_head, cos, sin, r, e, wq_head,
+            (r < GROUPS)[:, None] & inside_e[None, :], KEY_WIDTH, ROTARY,
         )  # fmt: skip
         one = tl.arange(0, 1)
         key = load_turned(
@@ -105,18 +107,18 @@ def mixture_step_kernel(
             key = tl.where(real, key, 0.0)
         factor = unit(scale, softcap, CAPPED)
         own, _ = capped(tl.sum(queries * key, 1), scale, softcap, CAPPED)
+        queries = queries.to(keys.dtype.element_ty)
         peak = own * factor
-        total = tl.full([BG], 1.0, tl.float32)
-        acc = acc + value[None, :]
+        total = tl.full([ROWS], 1.0, tl.float32)
+        local = tl.zeros([ROWS, BD], tl.float32) + value[None, :]
         for start in range(0, SLOTS, BP):
-            raw = tl.sum(queries[:, None, :] * old_keys.to(tl.float32)[None, :, :], 2)
-            scores, _slope = capped(raw, scale, softcap, CAPPED)
+            scores, _slope = capped(dot(queries, tl.trans(old_keys), PRECISION), scale, softcap, CAPPED)
             scores = tl.where((seen != 0)[None, :], scores * factor, MINUS_INF)
             higher = tl.maximum(peak, tl.max(scores, 1))
             shrink = tl.exp2(peak - higher)
             weights = tl.exp2(scores - higher[:, None])
             total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * old_values.to(tl.float32)[None, :, :], 1)
+            local = local * shrink[:, None] + dot(weights.to(old_values.dtype), old_values, PRECISION)
             peak = higher
             moved = (start + slot > 0) & (start + slot < SLOTS)
             here_key, here_value, keys_now, values_now = key_at, value_at, old_keys, old_values
@@ -136,7 +138,8 @@ def mixture_step_kernel(
             last_key = keys + last * KEY_WIDTH + e
             tl.store(last_key[None, :], key.to(keys.dtype.element_ty), mask=inside_e[None, :])
             tl.store(values + last * WIDTH + d, narrow.to(values.dtype.element_ty), mask=inside_d)
-        acc = acc * inverse_or_zero(total)[:, None]
+        local = local * inverse_or_zero(total)[:, None]
+        acc = tl.sum(tl.where(g[:, None, None] == r[None, :, None], local[None, :, :], 0.0), 1)
 
     if LATENTS:
         if WINDOW:
@@ -177,6 +180,8 @@ def mixture_step_kernel(
     if tl.atomic_add(arrivals + row, 1) == VALUE_HEADS - 1:
         tl.store(arrivals + row, 0)
         tl.store(position + row, tl.load(position + row) + real.to(tl.int64))
+        if row == 0:
+            tl.store(seen_tokens, tl.load(seen_tokens) + 1)
         if WINDOW and SLOTS > 0:
             p = tl.arange(0, VALID)
             following = tl.load(valid + row * SLOTS + p + 1, mask=p + 1 < SLOTS, other=0)
