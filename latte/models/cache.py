@@ -30,6 +30,7 @@ class StateLayer(CacheLayerMixin):
     """One layer's state. Its size does not depend on how much was read, unless attention is full."""
 
     is_sliding = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, **_: Any) -> None:
@@ -38,8 +39,6 @@ class StateLayer(CacheLayerMixin):
         self.seen = 0
         self.record_past = False
         self.recording: Recording | None = None
-
-    is_croppable = True
 
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
         """The attention's output for the next tokens; the state moves on."""

@@ -8,10 +8,7 @@ from torch.compiler import is_compiling
 
 
 class Layout(NamedTuple):
-    """Where the real tokens and the sequences are.
-
-    `rows` is the batch to lay out as one row when sequences were found inside the rows; None leaves the batch alone.
-    """
+    """Where the real tokens and the sequences are."""
 
     mask: Tensor | None  # [B T], True = real; None: all are
     cu_seqlens: Tensor | None  # bounds of packed sequences

@@ -136,6 +136,7 @@ def _backward(
 
 
 FORWARD, BACKWARD = Cookbook(), Cookbook()
+COMPILED_FORWARD, COMPILED_BACKWARD = Cookbook(), Cookbook()  # whose forward returns what it keeps
 
 
 class Mixture(torch.autograd.Function):
@@ -178,13 +179,15 @@ class Mixture(torch.autograd.Function):
         recipe = None
         if ctx.recipe is not None and dlog_norm is None and dmean is None:
             recipe = BACKWARD.find(inputs, ctx.options, lambda: ([x for x in call() if x is not None], []))
-        if recipe is None:
-            found = call()
-        else:  # of a plain call, every tensor has a gradient
-            results = iter(recipe.run(inputs)[0])
-            found = [None if x is None else next(results) for x in (*tensors[:5], *tensors[6:10])]
+        found = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
         return (*(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+
+
+def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """A plain call's gradients in the order of DIFFERENTIABLE: every tensor that is given has one."""
+    found = iter(results)
+    return [None if x is None else next(found) for x in (*tensors[:5], *tensors[6:10])]
 
 
 def _plain(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -217,10 +220,14 @@ def mixture_forward(
     causal: bool,
 ) -> list[Tensor]:
     """y, the state after (log_norm, mean) and what backward keeps."""
-    return list(_forward(
-        q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, window,
-        scale, softcap, undirected, causal,
-    ))  # fmt: skip
+    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
+    options = (window, scale, softcap, undirected, causal)
+
+    def call() -> tuple[list[Tensor], list[Tensor]]:
+        return list(_forward(*tensors, *options)), []
+
+    recipe = COMPILED_FORWARD.find(tensors, options, call) if _plain(tensors) else None
+    return call()[0] if recipe is None else recipe.run(tensors)[0]
 
 
 @mixture_forward.register_fake
@@ -267,10 +274,17 @@ def mixture_backward(
     causal: bool,
 ) -> list[Tensor]:
     """Gradients of DIFFERENTIABLE; an empty tensor stands for an absent input's."""
-    grads = _backward(
-        dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values,
-        past_valid, cu_seqlens, window, scale, softcap, undirected, causal,
-    )  # fmt: skip
+    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
+    options = (window, scale, softcap, undirected, causal)
+    inputs = (dy, *kept, *tensors)
+
+    def call() -> list[Tensor | None]:
+        return _backward(dy, dlog_norm, dmean, kept, *tensors, *options)
+
+    recipe = None
+    if _plain(tensors) and dlog_norm is None and dmean is None:
+        recipe = COMPILED_BACKWARD.find(inputs, options, lambda: ([x for x in call() if x is not None], []))
+    grads = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
     return [v.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -281,6 +295,7 @@ def _(dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, m
 
 
 def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # a state that nobody uses costs nothing
     ctx.save_for_backward(*output[1:], *inputs[:12])
     ctx.options = inputs[12:]
 
@@ -289,6 +304,8 @@ def _gradients(ctx, grads):
     saved = ctx.saved_tensors
     kept, tensors = saved[: 2 + KEPT], saved[2 + KEPT :]
     dy, dlog_norm, dmean = grads[0], *((None, None) if tensors[1] is None else grads[1:3])
+    if dy is None:
+        dy = tensors[2].new_zeros(_output_shape(*tensors[:4]))
     found = mixture_backward(dy, dlog_norm, dmean, list(kept), *tensors, *ctx.options)
     by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
     by_input = [

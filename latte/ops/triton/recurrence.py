@@ -197,6 +197,7 @@ def _backward(
 
 
 FORWARD, BACKWARD = Cookbook(), Cookbook()
+COMPILED_FORWARD, COMPILED_BACKWARD = Cookbook(), Cookbook()  # whose forward returns what it keeps
 
 
 class Recurrence(torch.autograd.Function):
@@ -256,7 +257,14 @@ def rglru_triton_forward(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the state after each sequence, and, if `save`, h before every ROWS tokens."""
-    return _forward(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save)
+    tensors = (x, a_gate, x_gate, a_param, mask, state, cu_seqlens)
+
+    def call() -> list[Tensor]:
+        return list(_forward(*tensors, save))
+
+    recipe = COMPILED_FORWARD.find(tensors, (save,), lambda: (call(), [])) if _plain(tensors) else None
+    y, final, checkpoints = call() if recipe is None else recipe.run(tensors)[0]
+    return y, final, checkpoints
 
 
 @rglru_triton_forward.register_fake
@@ -290,9 +298,15 @@ def rglru_triton_backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, a_gate, x_gate, a_param and of the state before."""
-    dx, da_gate, dx_gate, dparam, dstate = _backward(
-        dy, dfinal, checkpoints, x, a_gate, x_gate, a_param, mask, state, cu_seqlens
-    )
+    tensors = (x, a_gate, x_gate, a_param, mask, state, cu_seqlens)
+    inputs = (dy, dfinal, checkpoints, *tensors)
+
+    def call() -> list[Tensor]:
+        return list(_backward(*inputs))
+
+    plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
+    recipe = COMPILED_BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
+    dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
     return dx, da_gate, dx_gate, dparam.sum(dim=0).to(a_param.dtype), dstate
 
 
