@@ -15,7 +15,8 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 def code_blocks(language: str) -> list[str]:
     """The contents of the fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    return [block for name, block in blocks if name == language]
 
 
 def shell_commands(program: str) -> list[list[str]]:
