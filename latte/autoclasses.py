@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
-OLDEST = (5, 14)
+OLDEST = (5, 17)
 
 
 def register_when_imported() -> None:

@@ -175,5 +175,5 @@ def test_plans_hold_what_was_promised():
     assert (FULL.lengths[0], FULL.lengths[-1]) == (1024, 1048576)
     assert len({(s.heads, s.head_dim) for s in FULL.more_shapes}) == 1  # checked once for all of them
     assert FULL.check_tokens % 64 == 0  # the kernels for whole tiles, which are the ones that are timed
-    assert QUICK.seconds < FULL.seconds < 150
+    assert QUICK.seconds < FULL.seconds < 200
     assert torch.bfloat16 == gpu.DTYPE

@@ -57,6 +57,6 @@ import latte
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from transformers import AutoConfig
-print(any("Latte models need transformers >= 5.14, and this is 4.57.1" in str(w.message) for w in caught))
+print(any("Latte models need transformers >= 5.17, and this is 4.57.1" in str(w.message) for w in caught))
 """
     assert run(script) == "True"
