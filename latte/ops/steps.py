@@ -14,7 +14,7 @@ from latte.ops.attention import latte_attention, macchiato_attention, window_att
 from latte.ops.convolution import short_conv
 from latte.ops.recurrence import rglru
 from latte.ops.rotary import apply_rotary
-from latte.ops.states import LatteState, MacchiatoState, WindowState
+from latte.ops.states import LatteState, MacchiatoState, WindowState, accumulation_dtype
 
 Rotary = tuple[Float[Tensor, "_ one half"], Float[Tensor, "_ one half"]]
 
@@ -51,24 +51,32 @@ def mixture_step_(
     checks.check_scores(scale, softcap)
     latents: LatteState | None = state if isinstance(state, LatteState) else getattr(state, "latents", None)
     past = None if isinstance(state, LatteState) else WindowState(state.keys, state.values, state.valid)
-    match checks.backend_for(backend, v.device):
+    factor: float = scale if scale is not None else 1.0 if window_q is None else window_q.shape[-1] ** -0.5
+    name = checks.backend_for(backend, v.device)
+    match name:
         case "triton":
             from latte.ops.triton.steps import mixture_step
 
-            if scale is None:
-                scale = 1.0 if window_q is None else window_q.shape[-1] ** -0.5
             return mixture_step(
                 q, k, v, window_q, window_k, *(rotary or (None, None)), mask, *(latents or (None, None)),
-                *(past or (None, None, None)), *place, scale, softcap or 0.0,
+                *(past or (None, None, None)), *place, factor, softcap or 0.0,
             )  # fmt: skip
-        case name:
+        case _:
             if rotary is not None and window_q is not None and window_k is not None:
                 window_q, window_k = apply_rotary(window_q, *rotary), apply_rotary(window_k, *rotary)
-            after = _run(q, k, v, window_q, window_k, state, {"mask": mask, "backend": name}, scale, softcap)
-            write(state, after.state)
+            if name == "torch":
+                from latte.ops.torch.steps import mixture_step
+
+                dtype = accumulation_dtype(q, k, v, window_q, window_k)
+                y = mixture_step(
+                    q, k, v, window_q, window_k, latents, past, scale=factor, softcap=softcap, mask=mask, dtype=dtype
+                )
+            else:
+                y, after = _run(q, k, v, window_q, window_k, state, {"mask": mask, "backend": name}, factor, softcap)
+                write(state, after)
             place.position.add_(1 if mask is None else mask[:, 0].to(place.position.dtype))
             place.seen.add_(1)
-            return after.y
+            return y
 
 
 def _run(q, k, v, window_q, window_k, state, options, scale, softcap) -> Any:
@@ -100,9 +108,9 @@ def rglru_step_(
 
             return rglru_step(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state)
         case name:
-            blocks = x.unflatten(2, (a_weight.shape[0], -1))
+            blocks = x[:, 0].unflatten(1, (a_weight.shape[0], -1)).transpose(0, 1)  # [N B size]
             a_gate, x_gate = (
-                torch.einsum("btni,nio->btno", blocks, weight).flatten(2) + bias
+                (torch.bmm(blocks, weight).transpose(0, 1).flatten(1) + bias).unsqueeze(1)
                 for weight, bias in ((a_weight, a_bias), (x_weight, x_bias))
             )
             y, after = rglru(x, a_gate, x_gate, a_param, mask=mask, state=state, backend=name)

@@ -61,7 +61,8 @@ FORMS = [("latte", 0), ("window", 10), ("macchiato", 10), ("macchiato", 0), ("ma
 @pytest.mark.parametrize(("form", "slots"), FORMS)
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("masked", [False, True])
-def test_step_is_the_operation_on_one_token(form, slots, groups, masked, device, monkeypatch):
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_step_is_the_operation_on_one_token(form, slots, groups, masked, backend, device, monkeypatch):
     from latte.ops.triton import steps
 
     monkeypatch.setattr(steps, "ELEMENTS", 256)  # several blocks of slots and latents
@@ -73,21 +74,22 @@ def test_step_is_the_operation_on_one_token(form, slots, groups, masked, device,
     expected_state, expected_place = copies(state), make_place(device)
     place, addresses = make_place(device), [x.data_ptr() for x in flat(state)]
     for _ in range(3):  # the counter is ready for the next token
-        expected = mixture_step_(*tokens, expected_state, expected_place, backend="torch", **options)
-        actual = mixture_step_(*tokens, state, place, backend="triton", **options)
+        expected = mixture_step_(*tokens, expected_state, expected_place, backend="reference", **options)
+        actual = mixture_step_(*tokens, state, place, backend=backend, **options)
         assert_close(actual, expected)
         assert_close(flat(state), flat(expected_state))
         assert_close(place, expected_place)
     assert addresses == [x.data_ptr() for x in flat(state)]
 
 
-def test_step_in_bfloat16_without_options(device):
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_step_in_bfloat16_without_options(backend, device):
     tokens = make_tokens("macchiato", 2, device, torch.bfloat16)
     state = make_state("macchiato", 2, 4, device)
     state = state._replace(keys=state.keys.bfloat16(), values=state.values.bfloat16())
     expected_state = copies(state)
-    expected = mixture_step_(*tokens, expected_state, make_place(device), backend="torch")
-    actual = mixture_step_(*tokens, state, make_place(device), backend="triton")
+    expected = mixture_step_(*tokens, expected_state, make_place(device), backend="reference")
+    actual = mixture_step_(*tokens, state, make_place(device), backend=backend)
     assert_close(actual, expected, rtol=2e-2, atol=2e-2)
     assert_close(flat(state), flat(expected_state), rtol=2e-2, atol=2e-2)
 
@@ -99,7 +101,8 @@ def test_a_step_is_one_token(device):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("blocks", "size"), [(3, 5), (1, 11), (2, 40)])
-def test_rglru_step(blocks, size, masked, device, monkeypatch):
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rglru_step(blocks, size, masked, backend, device, monkeypatch):
     from latte.ops.triton import steps
 
     monkeypatch.setattr(steps, "ELEMENTS", 512)
@@ -116,14 +119,15 @@ def test_rglru_step(blocks, size, masked, device, monkeypatch):
     expected_state = state.clone()
     for _ in range(3):
         x = draw(B, 1, width)
-        expected = rglru_step_(x, *gates, expected_state, mask=mask, backend="torch")
-        assert_close(rglru_step_(x, *gates, state, mask=mask, backend="triton"), expected)
+        expected = rglru_step_(x, *gates, expected_state, mask=mask, backend="reference")
+        assert_close(rglru_step_(x, *gates, state, mask=mask, backend=backend), expected)
         assert_close(state, expected_state)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("taps", [1, 2, 4])
-def test_short_conv_step(taps, masked, device):
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_short_conv_step(taps, masked, backend, device):
     width = 11
     weight, bias, state = (
         torch.randn(shape, device=device) for shape in ((width, taps), (width,), (B, taps - 1, width))
@@ -132,6 +136,6 @@ def test_short_conv_step(taps, masked, device):
     expected_state = state.clone()
     for _ in range(3):
         x = torch.randn(B, 1, width, device=device)
-        expected = short_conv_step_(x, weight, bias, expected_state, mask=mask, backend="torch")
-        assert_close(short_conv_step_(x, weight, bias, state, mask=mask, backend="triton"), expected)
+        expected = short_conv_step_(x, weight, bias, expected_state, mask=mask, backend="reference")
+        assert_close(short_conv_step_(x, weight, bias, state, mask=mask, backend=backend), expected)
         assert_close(state, expected_state)
