@@ -163,6 +163,7 @@ def output_tile(
     v += row * v_row + (head // GROUPS) * v_head
     acc = tl.zeros([C, BD], tl.float32)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
+    OWN: tl.constexpr = CAUSAL and LATENTS  # the tile's own tokens come last, in one product for window and latents
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
@@ -188,7 +189,8 @@ def output_tile(
         total = tl.zeros([C], tl.float32)
         factor = unit(scale, softcap, CAPPED)
         low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
-        for j in range(low, 0 if CAUSAL else C // BN + NEAR):
+        high = 0 if OWN else C // BN if CAUSAL else C // BN + NEAR
+        for j in range(low, high):
             s = start + j * BN + tl.arange(0, BN)
             begin = start + j * BN + offset
             real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
@@ -199,7 +201,7 @@ def output_tile(
                 WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION,
             )  # fmt: skip
             acc = acc * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
-        if CAUSAL:
+        if OWN:
             keys = load_rows(wk, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL)
             own, shrink, total, peak = window_weights(
                 queries, keys, t, t, real, real, total, peak, scale, softcap, factor,
@@ -210,12 +212,12 @@ def output_tile(
         tl.store(lse + row_at, finite(peak) + tl.log2(tl.where(total > 0, total, 1.0)), mask=t < end)
         if LATENTS:
             share = share * window_share
-        if CAUSAL:
+        if OWN:
             own = own * share[:, None]
             acc = acc * (shrink * share)[:, None]
         else:
             acc = acc * share[:, None]
-    elif CAUSAL:
+    elif OWN:
         own = tl.zeros([C, C], tl.float32)
 
     if LATENTS:
@@ -233,11 +235,9 @@ def output_tile(
             if CAUSAL:
                 own += latent_scores(left, right, keys_l, C, WILD)
             acc += dot(through, mean.to(narrow), PRECISION)
-    if CAUSAL:
+    if OWN:
         values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-        if LATENTS:
-            own = tl.where(lower(C), own, 0.0)
-        acc += dot(own.to(values.dtype), values, PRECISION)
+        acc += dot(tl.where(lower(C), own, 0.0).to(values.dtype), values, PRECISION)
     if not FULL:
         acc = tl.where(real[:, None], acc, 0.0)
     store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, t < end, C, WIDTH, BD, FULL)
