@@ -1,7 +1,8 @@
 """The cache: a layer's `AttentionState` behind the interface that Transformers' `generate` knows.
 
 `DynamicCache(config=…)` and `StaticCache(config=…)` look a layer type up in two tables, where ours is entered below.
-Dynamic layers replace their state; static ones write it into tensors that stay where they are, as CUDA graphs need it.
+Dynamic layers replace their state, but for one token, which is written to its tensors. Those of static layers stay
+where they are, as CUDA graphs need it.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,9 +59,7 @@ class StateLayer(CacheLayerMixin):
         """Whether one token can advance the state where it lies, which takes less time."""
         if self.state is None or step.x.shape[1] != 1 or step.cu_seqlens is not None or torch.is_grad_enabled():
             return False
-        return not isinstance(self.state.attention, SoftmaxState) and all(
-            x.is_contiguous() for x in tensors(self.state)
-        )
+        return not isinstance(self.state.attention, SoftmaxState) and all(map(may_be_written, tensors(self.state)))
 
     def activate_past_recording(self) -> None:
         """From now on remember enough to take tokens back with `crop`."""
@@ -234,6 +233,12 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
 
 def run(attention: LatteAttention, step: Step, state: AttentionState | None) -> AttentionOutput:
     return attention.stream(step.x, state, step.mask, step.cu_seqlens, rotary=step.rotary)
+
+
+def may_be_written(x: Tensor) -> bool:
+    """Whether a step may write to x: it lies as kernels expect, no graph needs it, inference mode has not sealed it."""
+    frozen = not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
+    return x.is_contiguous() and not x.requires_grad and not frozen
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:

@@ -196,3 +196,22 @@ def test_training_makes_no_cache_unless_it_is_given_one():
     (gradient,) = torch.autograd.grad(second.square().sum() + 0 * first.sum(), [model.model.embed_tokens.weight])
     assert gradient.abs().sum() > 0
     assert second.shape == (1, 13, VOCABULARY)
+
+
+@pytest.mark.parametrize("form", STATE_FORMS)
+def test_one_token_is_written_in_place_unless_someone_needs_the_state_as_it_is(form):
+    model, tokens = make_model(form), make_tokens(2, LENGTH)
+    with torch.no_grad():
+        expected = model(tokens).logits[:, -1:]
+    for reading in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        cache = DynamicCache(config=model.config)
+        with reading():
+            loss = model(tokens[:, :-1], past_key_values=cache, use_cache=True).logits.square().mean()
+        before = [x.data_ptr() for x in tensors(cache.layers[0].state)]
+        with torch.no_grad():
+            logits = model(tokens[:, -1:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(logits, expected, **CLOSE)
+        same = before == [x.data_ptr() for x in tensors(cache.layers[0].state)]
+        assert same == (reading is torch.no_grad)
+        if reading is torch.enable_grad:
+            loss.backward()  # what it needs is as it was

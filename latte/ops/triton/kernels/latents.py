@@ -133,16 +133,6 @@ def shares(k, norm, s, C: tl.constexpr):
 
 
 @triton.jit
-def multiply(a, b, HALF: tl.constexpr):
-    """a @ b of float32 factors: bfloat16 products for 16-bit inputs, else three tf32 ones."""
-    if HALF:
-        result = dot(a.to(tl.bfloat16), b.to(tl.bfloat16), "tf32")
-    else:
-        result = dot(a, b, "tf32x3")
-    return result
-
-
-@triton.jit
 def multiply_fine(a, b, HALF: tl.constexpr):
     """a @ b of float32 factors where differences of the result matter, or b is [C L].
 
