@@ -18,7 +18,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench,models]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench,train,convert]'
 	@touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)
