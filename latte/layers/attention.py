@@ -17,7 +17,7 @@ from latte.layers.rotary import rotary as make_rotary
 from latte.layers.softmax import SoftmaxState, advance_softmax, softmax_attention
 from latte.ops import LatteState, MacchiatoState, WindowState, latte_attention, macchiato_attention, window_attention
 from latte.ops.checks import BACKENDS, check_cu_seqlens, check_kind, check_mask, check_scores, check_shape, check_sizes
-from latte.ops.steps import Place, mixture_step_
+from latte.ops.steps import LinearWeights, Place, input_step_, mixture_step_
 
 Rotary = tuple[Float[Tensor, "_ T half"], Float[Tensor, "_ T half"]]
 
@@ -142,7 +142,7 @@ class LatteAttention(nn.Module):
         if self.num_latents is None and self.window is None:  # whose state, when packed, is N times the row
             self._check_arguments(x, None, mask, cu_seqlens)
             q, k, v = self._scores(x, x, None, mask, cu_seqlens, positions, rotary)
-            return self.output(self._full_attention(q, k, v, None, mask, cu_seqlens).flatten(2))
+            return self._merge_heads(self._full_attention(q, k, v, None, mask, cu_seqlens))
         return self.stream(x, None, mask, cu_seqlens, positions, rotary).y
 
     def stream(
@@ -168,7 +168,7 @@ class LatteAttention(nn.Module):
         batch, tokens, _ = x.shape
         before = None if state is None else state.position
         position = count_tokens(batch, tokens, x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
-        return AttentionOutput(self.output(y.flatten(2)), AttentionState(memory, attention, position))
+        return AttentionOutput(self._merge_heads(y), AttentionState(memory, attention, position))
 
     def step_(
         self,
@@ -189,25 +189,42 @@ class LatteAttention(nn.Module):
         if counters is None:
             arrivals = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
             counters = arrivals, torch.zeros((), dtype=torch.long, device=x.device)
-        mixed = x if self.mixer is None or state.mixer is None else self.mixer.step_(x, state.mixer, mask)
-        latent_q = latent_k = q = k = None
-        source = x
-        if self.num_latents is not None:
-            latent_q = self.latent_query(mixed).unflatten(2, (self.num_heads, -1))
-            latent_k = self.latent_key(mixed).unflatten(2, (self.num_heads, -1))
-        elif self.mixer is not None:
-            source = self.mixer_norm(mixed)
-        if self.window is not None:
-            q = self.query(source).unflatten(2, (self.num_heads, -1))
-            k = self.key(source).unflatten(2, (self.num_value_heads, -1))
-            if rotary is None and self.rope_theta is not None:
-                rotary = make_rotary(state.position.unsqueeze(1), self.window_head_dim, self.rope_theta)
+        latent_q, latent_k, v, q, k = self._step_inputs(x, state, mask)
+        if q is not None and rotary is None and self.rope_theta is not None:
+            rotary = make_rotary(state.position.unsqueeze(1), self.window_head_dim, self.rope_theta)
         y = mixture_step_(
-            latent_q, latent_k, self._values(x), q, k, state.attention, Place(state.position, *counters),
+            latent_q, latent_k, v, q, k, state.attention, Place(state.position, *counters),
             rotary=None if self.window is None or self.rope_theta is None else rotary, scale=self.scale,
             softcap=self.softcap, mask=mask, backend=self.backend,
         )  # fmt: skip
-        return self.output(y.flatten(2))
+        return self._merge_heads(y)
+
+    def _step_inputs(
+        self, x: Tensor, state: AttentionState, mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+        """One token's logits of latents, value, query and key; the mixer's memory is advanced in place."""
+        mixed = [self.latent_query, self.latent_key] if self.num_latents is not None else []
+        plain = []
+        if type(self) is LatteAttention:  # a subclass may project in another way
+            plain = [self.value, self.query, self.key] if self.has_scores else [self.value]
+        if mixed and plain and are_plain(*mixed, *plain):
+            weights = None if self.mixer is None else self.mixer.weights
+            layers = ([LinearWeights(layer.weight, layer.bias) for layer in group] for group in (mixed, plain))
+            logits, projected = input_step_(x, weights, state.mixer, *layers, mask=mask, backend=self.backend)
+            latent_q, latent_k = (y.unflatten(2, (self.num_heads, -1)) for y in logits)
+            v = projected[0].unflatten(2, (self.num_value_heads, -1))
+            q, k = [y.unflatten(2, (-1, self.window_head_dim)) for y in projected[1:]] or (None, None)
+            return latent_q, latent_k, v, q, k
+        source = inside = x if self.mixer is None or state.mixer is None else self.mixer.step_(x, state.mixer, mask)
+        latent_q = latent_k = q = k = None
+        if self.num_latents is not None:
+            latent_q, latent_k = (layer(inside).unflatten(2, (self.num_heads, -1)) for layer in mixed)
+            source = x
+        elif self.mixer is not None:
+            source = self.mixer_norm(inside)
+        if self.window is not None:
+            q, k = self._queries_and_keys(source)
+        return latent_q, latent_k, self._values(x), q, k
 
     def _check_arguments(
         self, x: Tensor, state: AttentionState | None, mask: Tensor | None, cu_seqlens: Tensor | None
@@ -256,8 +273,15 @@ class LatteAttention(nn.Module):
         q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)
         return macchiato_attention(latent_q, latent_k, v, q, k, **window, **options)
 
+    def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (y.unflatten(2, (-1, self.window_head_dim)) for y in project(x, self.query, self.key))
+        return q, k
+
     def _values(self, x: Tensor) -> Tensor:
         return self.value(x).unflatten(2, (self.num_value_heads, -1))
+
+    def _merge_heads(self, y: Tensor) -> Tensor:
+        return self.output(y.flatten(2))
 
     def _scores(
         self,
@@ -270,8 +294,7 @@ class LatteAttention(nn.Module):
         rotary: Rotary | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Softmax queries and keys of `source`, turned by their positions, and values of x."""
-        q = self.query(source).unflatten(2, (self.num_heads, -1))
-        k = self.key(source).unflatten(2, (self.num_value_heads, -1))
+        q, k = self._queries_and_keys(source)
         if rotary is not None and positions is not None:
             raise ValueError("positions and rotary are both given; give one, since rotary is made from positions")
         if self.rope_theta is not None:
@@ -298,12 +321,18 @@ class LatteAttention(nn.Module):
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
     """The output of each; for several tokens, of plain layers, by one product, whose gradient is one product too."""
-    plain = all(type(linear) is nn.Linear and not has_hooks(linear) for linear in linears)
-    if not plain or x.shape[1] == 1:  # for one token, putting the weights side by side would cost more than it saves
+    if (
+        not are_plain(*linears) or x.shape[1] == 1
+    ):  # for one token, putting the weights side by side would cost more than it saves
         return [linear(x) for linear in linears]
     weight = torch.cat([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return list(F.linear(x, weight, bias).split([linear.out_features for linear in linears], dim=-1))
+
+
+def are_plain(*linears: nn.Module) -> bool:
+    """Whether their weights may be used without calling them."""
+    return all(type(linear) is nn.Linear and not has_hooks(linear) for linear in linears)
 
 
 def has_hooks(module: nn.Module) -> bool:

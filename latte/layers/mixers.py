@@ -8,7 +8,7 @@ from latte.layers.checks import check_choice, check_count, check_multiple
 from latte.layers.initialization import reset_weight
 from latte.ops import RGLRUOutput, ShortConvOutput, rglru, short_conv
 from latte.ops.block_linear import block_linear
-from latte.ops.steps import rglru_step_, short_conv_step_
+from latte.ops.steps import ConvolutionWeights, RGLRUWeights, rglru_step_, short_conv_step_
 
 MIXERS = ("none", "conv", "rglru")
 
@@ -69,7 +69,11 @@ class ShortConvolution(nn.Module):
         self, x: Float[Tensor, "B one C"], state: Float[Tensor, "B P C"], mask: Bool[Tensor, "B one"] | None = None
     ) -> Float[Tensor, "B one C"]:
         """y of one more token; the last inputs in `state` move up by one, in place."""
-        return short_conv_step_(x, self.weight, self.bias, state, mask=mask, backend=self.backend)
+        return short_conv_step_(x, *self.weights, state, mask=mask, backend=self.backend)
+
+    @property
+    def weights(self) -> ConvolutionWeights:
+        return ConvolutionWeights(self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, size={self.size}, causal={self.causal}, bias={self.bias is not None}"
@@ -128,8 +132,12 @@ class RGLRU(nn.Module):
         self, x: Float[Tensor, "B one C"], state: Float[Tensor, "B C"], mask: Bool[Tensor, "B one"] | None = None
     ) -> Float[Tensor, "B one C"]:
         """y of one more token; h in `state` is advanced in place."""
+        return rglru_step_(x, *self.weights, state, mask=mask, backend=self.backend)
+
+    @property
+    def weights(self) -> RGLRUWeights:
         a, i = self.recurrence_gate, self.input_gate
-        return rglru_step_(x, a.weight, a.bias, i.weight, i.bias, self.a_param, state, mask=mask, backend=self.backend)
+        return RGLRUWeights(a.weight, a.bias, i.weight, i.bias, self.a_param)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The recurrence's gate and the input's, before their sigmoid: x is read once."""

@@ -3,9 +3,11 @@
 Each has the same result as its operation on one token with that state; on a GPU each is one launch.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -27,9 +29,29 @@ class Place(NamedTuple):
     seen: Int[Tensor, ""]  # tokens, real or not
 
 
+class RGLRUWeights(NamedTuple):
+    """A recurrence with its gates: block-diagonal products, whose weights are [block, in, out]."""
+
+    a_weight: Float[Tensor, "N size size"]
+    a_bias: Float[Tensor, " W"]
+    x_weight: Float[Tensor, "N size size"]
+    x_bias: Float[Tensor, " W"]
+    a_param: Float[Tensor, " W"]
+
+
+class ConvolutionWeights(NamedTuple):
+    weight: Float[Tensor, "W K"]
+    bias: Float[Tensor, " W"] | None
+
+
+class LinearWeights(NamedTuple):
+    weight: Float[Tensor, "N W"]
+    bias: Float[Tensor, " N"] | None
+
+
 def mixture_step_(
-    q: Float[Tensor, "B one H choices"] | None,
-    k: Float[Tensor, "B one H L"] | None,
+    q: Float[Tensor, "B parts H choices"] | None,
+    k: Float[Tensor, "B parts H L"] | None,
     v: Float[Tensor, "B one Hv D"],
     window_q: Float[Tensor, "B one H E"] | None,
     window_k: Float[Tensor, "B one Hv E"] | None,
@@ -44,7 +66,8 @@ def mixture_step_(
 ) -> Float[Tensor, "B one H D"]:
     """`latte_attention`, `window_attention` or `macchiato_attention` of one token, by which parts are given.
 
-    `rotary` (cos, sin) turns the window's query and key. The window is one longer than the state's positions.
+    `rotary` (cos, sin) turns the window's query and key. The window is one longer than the state's positions. Logits of
+    latents may come in parts that are to be added up, as `input_step_` leaves them.
     """
     if v.shape[1] != 1:
         raise ValueError(f"v has {v.shape[1]} tokens; a step takes 1: use the operation itself for more")
@@ -53,6 +76,8 @@ def mixture_step_(
     past = None if isinstance(state, LatteState) else WindowState(state.keys, state.values, state.valid)
     factor: float = scale if scale is not None else 1.0 if window_q is None else window_q.shape[-1] ** -0.5
     name = checks.backend_for(backend, v.device)
+    if name != "triton":
+        q, k = (x if x is None or x.shape[1] == 1 else x.sum(dim=1, keepdim=True) for x in (q, k))
     match name:
         case "triton":
             from latte.ops.triton.steps import mixture_step
@@ -104,7 +129,7 @@ def rglru_step_(
     """`rglru` of one token with its gates: block-diagonal products of x, whose weights are [block, in, out]."""
     match checks.backend_for(backend, x.device):
         case "triton":
-            from latte.ops.triton.steps import rglru_step
+            from latte.ops.triton.input_steps import rglru_step
 
             return rglru_step(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state)
         case name:
@@ -130,13 +155,58 @@ def short_conv_step_(
     """`short_conv` of one token."""
     match checks.backend_for(backend, x.device):
         case "triton":
-            from latte.ops.triton.steps import short_conv_step
+            from latte.ops.triton.input_steps import short_conv_step
 
             return short_conv_step(x, weight, bias, mask, state)
         case name:
             y, after = short_conv(x, weight, bias, mask=mask, state=state, backend=name)
             state.copy_(after)
             return y
+
+
+ROWS_AT_ONCE = 8  # up to which reading weights for each row costs less than launching one kernel after another
+
+
+def input_step_(
+    x: Float[Tensor, "B one W"],
+    mixer: RGLRUWeights | ConvolutionWeights | None,
+    state: Tensor | None,
+    mixed: Sequence[LinearWeights],
+    plain: Sequence[LinearWeights],
+    *,
+    mask: Bool[Tensor, "B one"] | None = None,
+    backend: str = "auto",
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One token through a mixer and the two linear layers `mixed` that read its output, and through the layers `plain`,
+    at most three, that read x.
+
+    Outputs of the former are [B P N], in P parts that are to be added up. A few rows on a GPU are one launch.
+    """
+    if checks.backend_for(backend, x.device) == "triton" and x.shape[0] <= ROWS_AT_ONCE and _alike(x, mixed, plain):
+        from latte.ops.triton.input_steps import input_step
+
+        gates = [part.contiguous() for part in mixer] if isinstance(mixer, RGLRUWeights) else []
+        taps = [part for part in mixer if part is not None] if isinstance(mixer, ConvolutionWeights) else []
+        weights = [[layer.weight for layer in layers] for layers in (mixed, plain)]
+        biases = [[layer.bias for layer in layers if layer.bias is not None] for layers in (mixed, plain)]
+        logits, y = input_step(x, gates, taps, state, weights[0], biases[0], weights[1], biases[1], mask)
+        return (
+            list(logits.split([len(weight) for weight in weights[0]], dim=2)),
+            list(y.split([len(weight) for weight in weights[1]], dim=2)),
+        )
+    inside = x
+    if isinstance(mixer, RGLRUWeights) and state is not None:
+        inside = rglru_step_(x, *mixer, state, mask=mask, backend=backend)
+    elif isinstance(mixer, ConvolutionWeights) and state is not None:
+        inside = short_conv_step_(x, *mixer, state, mask=mask, backend=backend)
+    return [F.linear(inside, *layer) for layer in mixed], [F.linear(x, *layer) for layer in plain]
+
+
+def _alike(x: Tensor, *layers: Sequence[LinearWeights]) -> bool:
+    """Whether all weights lie as the kernel reads them: of x's dtype and contiguous, all with a bias or all without."""
+    every = [layer for group in layers for layer in group]
+    dense = all(layer.weight.dtype == x.dtype and layer.weight.is_contiguous() for layer in every)
+    return dense and len({layer.bias is None for layer in every}) == 1 and x.stride(2) == 1
 
 
 def write(state: Any, after: Any) -> None:

@@ -8,7 +8,7 @@ from latte.ops import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-N, C, V = 8192, 768, 50257  # a vocabulary that matrix products do not like
+N, C, V = 16384, 768, 50257  # a vocabulary that matrix products do not like
 
 
 def make_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,5 +55,6 @@ def test_memory_is_far_below_the_logits():
     linear_cross_entropy(hidden, weight, targets).backward()
     used = torch.cuda.max_memory_allocated() - before
     chunk = 2**28 * 3 // 2  # in float32, and the gradients in bfloat16
-    assert used < chunk + 8 * V * C + 2**26
+    weights = (4 + 4 + 2 + 2) * V * C  # the gradient summed up, as it waits, as it is given, and the weight aligned
+    assert used < chunk + weights + 2**26
     assert used < N * V * 4 / 2

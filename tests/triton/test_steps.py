@@ -5,7 +5,16 @@ import torch
 from torch.testing import assert_close
 
 from latte.ops import LatteState, MacchiatoState, WindowState
-from latte.ops.steps import Place, mixture_step_, rglru_step_, short_conv_step_
+from latte.ops.steps import (
+    ConvolutionWeights,
+    LinearWeights,
+    Place,
+    RGLRUWeights,
+    input_step_,
+    mixture_step_,
+    rglru_step_,
+    short_conv_step_,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
 
@@ -103,9 +112,9 @@ def test_a_step_is_one_token(device):
 @pytest.mark.parametrize(("blocks", "size"), [(3, 5), (1, 11), (2, 40)])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_rglru_step(blocks, size, masked, backend, device, monkeypatch):
-    from latte.ops.triton import steps
+    from latte.ops.triton import input_steps
 
-    monkeypatch.setattr(steps, "ELEMENTS", 512)
+    monkeypatch.setattr(input_steps, "ELEMENTS", 512)
     generator = torch.Generator().manual_seed(size)
 
     def draw(*shape):
@@ -139,3 +148,65 @@ def test_short_conv_step(taps, masked, backend, device):
         expected = short_conv_step_(x, weight, bias, expected_state, mask=mask, backend="reference")
         assert_close(short_conv_step_(x, weight, bias, state, mask=mask, backend=backend), expected)
         assert_close(state, expected_state)
+
+
+def make_mixer(kind, width, draw):
+    if kind == "rglru":
+        blocks, size = 3, width // 3
+        gates = draw(blocks, size, size), draw(width), draw(blocks, size, size), draw(width), draw(width)
+        return RGLRUWeights(*gates), draw(B, width)
+    if kind == "none":
+        return None, None
+    return ConvolutionWeights(draw(width, 3), None if kind == "conv" else draw(width)), draw(B, 2, width)
+
+
+@pytest.mark.parametrize("plain", [(13,), (13, 40, 7)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["none", "conv", "conv with a bias", "rglru"])
+def test_input_step_is_its_parts_one_after_another(kind, masked, bias, plain, device, monkeypatch):
+    from latte.ops.triton import input_steps
+
+    for name, value in {"CHANNELS": 16, "LOGITS": 8, "COLUMNS": 16, "ELEMENTS": 256}.items():
+        monkeypatch.setattr(input_steps, name, value)  # several programs and steps of each kind
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    width = 42
+    mixer, state = make_mixer(kind, width, draw)
+    mixed, others = (
+        [LinearWeights(draw(n, width), draw(n) if bias else None) for n in sizes] for sizes in ((22, 10), plain)
+    )
+    mask = torch.tensor([[True], [False]], device=device) if masked else None
+    expected_state = None if state is None else state.clone()
+    for _ in range(3):
+        x = draw(B, 1, width)
+        expected = input_step_(x, mixer, expected_state, mixed, others, mask=mask, backend="torch")
+        actual = input_step_(x, mixer, state, mixed, others, mask=mask, backend="triton")
+        assert all(part.shape[1] == 3 for part in actual[0])
+        assert_close([part.sum(1, keepdim=True) for part in actual[0]], expected[0])
+        assert_close(actual[1], expected[1])
+        if state is not None:
+            assert_close(state, expected_state)
+
+
+def test_many_rows_are_no_single_launch(device, monkeypatch):
+    from latte.ops import steps
+
+    monkeypatch.setattr(steps, "ROWS_AT_ONCE", B - 1)
+    layers = [LinearWeights(torch.randn(6, 8, device=device), None) for _ in range(2)]
+    mixed, _ = input_step_(torch.randn(B, 1, 8, device=device), None, None, layers, [], backend="triton")
+    assert [part.shape for part in mixed] == [(B, 1, 6)] * 2
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_logits_in_parts_are_added_up(backend, device):
+    (q, k, *rest), state = make_tokens("macchiato", 2, device), make_state("macchiato", 2, 4, device)
+    shares = torch.tensor([0.2, 0.5, 0.3], device=device)[None, :, None, None]
+    expected_state = copies(state)
+    expected = mixture_step_(q, k, *rest, expected_state, make_place(device), backend="reference")
+    parts = (q * shares, k * shares, *rest)
+    assert_close(mixture_step_(*parts, state, make_place(device), backend=backend), expected)
+    assert_close(flat(state), flat(expected_state))

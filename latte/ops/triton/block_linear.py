@@ -8,9 +8,15 @@ from torch import Tensor
 
 from latte.ops.triton.call import launch
 from latte.ops.triton.device import check_device, check_dtypes
-from latte.ops.triton.kernels.block_linear import forward_kernel, input_grad_kernel, weight_grad_kernel
+from latte.ops.triton.kernels.block_linear import (
+    forward_kernel,
+    gradient_kernel,
+    input_grad_kernel,
+    weight_grad_kernel,
+)
+from latte.ops.triton.sums import add_parts
 
-TILE, PARTS = 64, 16
+TILE, PARTS = 64, 16  # of tokens
 LARGEST = 64  # rows or columns of a block that a program takes at once
 
 
@@ -80,21 +86,28 @@ def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) 
     options = _options(weight.to(x.dtype))
     x, narrow = _rows(x), weight.to(x.dtype).contiguous()
     dy, other = (z.to(x.dtype).contiguous() for z in (dy, other))
-    strides = (dy.stride(1), _distance(dy, other))
-    pieces = triton.cdiv(size, options["BI"])
-    launch(
-        input_grad_kernel, (triton.cdiv(tokens, options["BT"]), blocks, pieces),
-        dy, narrow, dx, tokens, *strides, dx.stride(1), **options,
-    )  # fmt: skip
     part = triton.cdiv(triton.cdiv(tokens, PARTS), options["BT"]) * options["BT"]
-    parts = triton.cdiv(tokens, part)
-    dweight = torch.empty((parts, *weight.shape), dtype=torch.float32, device=x.device)
-    dbias = torch.empty((parts, groups, blocks * out), dtype=torch.float32, device=x.device)
-    launch(
-        weight_grad_kernel, (parts, groups * blocks, pieces * triton.cdiv(out, options["BO"])),
-        x, dy, dweight, dbias, tokens, part, x.stride(1), *strides, **options,
-    )  # fmt: skip
-    return dx, dweight.sum(dim=0).to(weight.dtype), dbias.sum(dim=0)
+    each = groups * blocks * (size + 1) * out
+    sums = torch.empty((triton.cdiv(tokens, part), each), dtype=torch.float32, device=x.device)
+    strides = (dy.stride(1), _distance(dy, other))
+    if size <= options["BI"] and out <= options["BO"]:
+        del options["GROUPS"]
+        launch(
+            gradient_kernel, (len(sums), blocks),
+            x, dy, narrow, dx, sums, tokens, part, x.stride(1), *strides, dx.stride(1), **options,
+        )  # fmt: skip
+    else:
+        pieces = triton.cdiv(size, options["BI"])
+        launch(
+            input_grad_kernel, (triton.cdiv(tokens, options["BT"]), blocks, pieces),
+            dy, narrow, dx, tokens, *strides, dx.stride(1), **options,
+        )  # fmt: skip
+        launch(
+            weight_grad_kernel, (len(sums), groups * blocks, pieces * triton.cdiv(out, options["BO"])),
+            x, dy, sums, tokens, part, x.stride(1), *strides, **options,
+        )  # fmt: skip
+    dweight, dbias = add_parts(sums, tuple(weight.shape), weight.dtype)
+    return dx, dweight, dbias.view(groups, -1)
 
 
 @block_linear_backward.register_fake

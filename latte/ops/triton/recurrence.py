@@ -16,6 +16,7 @@ from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
 from latte.ops.triton.replay import Cookbook, empty
+from latte.ops.triton.sums import add_parts
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
 BLOCK = 64  # channels of a warp: 128 bytes of bfloat16
@@ -235,7 +236,7 @@ class Recurrence(torch.autograd.Function):
         plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
         recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
         dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
-        dparam = dparam.sum(dim=0).to(tensors[3].dtype)
+        dparam, _ = add_parts(dparam, tensors[3].shape, tensors[3].dtype)
         return dx, da_gate, dx_gate, dparam, None, None if tensors[5] is None else dstate, None, None
 
 
@@ -307,7 +308,7 @@ def rglru_triton_backward(
     plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
     recipe = COMPILED_BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
     dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
-    return dx, da_gate, dx_gate, dparam.sum(dim=0).to(a_param.dtype), dstate
+    return dx, da_gate, dx_gate, add_parts(dparam, a_param.shape, a_param.dtype)[0], dstate
 
 
 @rglru_triton_backward.register_fake

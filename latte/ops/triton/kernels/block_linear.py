@@ -1,7 +1,8 @@
 """Kernels for products of one x [tokens, N · I] with GROUPS block-diagonal matrices.
 
 The results y [tokens, N · O] lie `y_group` elements apart, in whatever memory they have. Every program makes one piece
-of one result; partial sums over tokens are added up afterwards, in a fixed order.
+of one result; partial sums over tokens are added up afterwards, in a fixed order. The gradients of weight and bias lie
+side by side in one row of such sums.
 """
 
 import triton
@@ -61,8 +62,46 @@ def input_grad_kernel(
 
 
 @triton.jit
+def gradient_kernel(
+    x, dy, weight, dx, sums, tokens, part_tokens, x_token, dy_token, dy_group, dx_token,
+    N: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one block of two matrices from one part of the tokens, where a program can hold the blocks."""
+    part, block = tl.program_id(0), tl.program_id(1)
+    i, o = tl.arange(0, BI), tl.arange(0, BO)
+    columns = tl.trans(load_piece(weight + block * I * O, i, o, O, I, O))
+    other_columns = tl.trans(load_piece(weight + (N + block) * I * O, i, o, O, I, O))
+    dweight, other_dweight = tl.zeros([BI, BO], tl.float32), tl.zeros([BI, BO], tl.float32)
+    dbias, other_dbias = tl.zeros([BO], tl.float32), tl.zeros([BO], tl.float32)
+    begin = part * part_tokens
+    end = tl.minimum(begin + part_tokens, tokens)
+    dy += block * O
+    for start in range(begin, end, BT):
+        t = start + tl.arange(0, BT)
+        rows = tl.trans(load_piece(x + block * I, t, i, x_token, end, I))
+        pull = load_piece(dy, t, o, dy_token, end, O)
+        other_pull = load_piece(dy + dy_group, t, o, dy_token, end, O)
+        acc = dot(pull, columns, PRECISION) + dot(other_pull, other_columns, PRECISION)
+        at = dx + block * I + t.to(tl.int64)[:, None] * dx_token + i[None, :]
+        tl.store(at, acc.to(dx.dtype.element_ty), mask=(t < end)[:, None] & (i < I)[None, :])
+        dweight += dot(rows, pull, PRECISION)
+        other_dweight += dot(rows, other_pull, PRECISION)
+        dbias += tl.sum(pull.to(tl.float32), 0)
+        other_dbias += tl.sum(other_pull.to(tl.float32), 0)
+    sums += tl.cast(part, tl.int64) * (2 * N * (I + 1) * O)
+    at = sums + (block * I + i[:, None]) * O + o[None, :]
+    keep = (i < I)[:, None] & (o < O)[None, :]
+    tl.store(at, dweight, mask=keep)
+    tl.store(at + N * I * O, other_dweight, mask=keep)
+    at = sums + 2 * N * I * O + block * O + o
+    tl.store(at, dbias, mask=o < O)
+    tl.store(at + N * O, other_dbias, mask=o < O)
+
+
+@triton.jit
 def weight_grad_kernel(
-    x, dy, dweight, dbias, tokens, part_tokens, x_token, dy_token, dy_group,
+    x, dy, sums, tokens, part_tokens, x_token, dy_token, dy_group,
     GROUPS: tl.constexpr, N: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr,
     BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +122,8 @@ def weight_grad_kernel(
         pull = load_piece(dy, t, o, dy_token, end, O)
         acc += dot(tl.trans(rows), pull, PRECISION)
         total += tl.sum(pull.to(tl.float32), 0)
-    at = dweight + ((part * GROUPS * N + which) * I + i[:, None]) * O + o[None, :]
+    sums += tl.cast(part, tl.int64) * (GROUPS * N * (I + 1) * O)
+    at = sums + (which * I + i[:, None]) * O + o[None, :]
     tl.store(at, acc, mask=(i < I)[:, None] & (o < O)[None, :])
     if piece < PIECES:
-        tl.store(dbias + (part * GROUPS * N + which) * O + o, total, mask=o < O)
+        tl.store(sums + (GROUPS * N * I + which) * O + o, total, mask=o < O)

@@ -1,8 +1,7 @@
 """Kernels for one more token: states are advanced where they lie.
 
-Each program owns what it overwrites: the window and latents of one value head, a block of the RG-LRU's channels, or
-some channels of the convolution. Only validity and position belong to all heads of a row; the program that comes last
-moves them on, when all others have read them.
+Each program owns what it overwrites: the window and latents of one value head. Only validity and position belong to
+all heads of a row; the program that comes last moves them on, when all others have read them.
 """
 
 import triton
@@ -17,7 +16,6 @@ from latte.ops.triton.kernels.latents import (
     inverse_or_zero,
     log_add,
 )
-from latte.ops.triton.kernels.recurrence import decay_and_rest, decay_rate, inverse_root, sigmoids
 from latte.ops.triton.kernels.window import capped, unit
 
 
@@ -38,9 +36,19 @@ def load_turned(x, cos, sin, g, e, head_stride, inside, WIDTH: tl.constexpr, ROT
 
 
 @triton.jit
+def load_parts(at, part, keep, other, PARTS: tl.constexpr):
+    """The sum of what lies at `at` and in the parts after it, in float32."""
+    total = tl.load(at, mask=keep, other=other).to(tl.float32)
+    for p in tl.static_range(1, PARTS):
+        total += tl.load(at + p * part, mask=keep, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def mixture_step_kernel(
     q, k, v, wq, wk, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, seen_tokens, y,
-    q_row, q_head, k_row, k_head, v_row, v_head, wq_row, wq_head, wk_row, wk_head, cos_row, mask_row, scale, softcap,
+    q_row, q_part, q_head, k_row, k_part, k_head, v_row, v_head, wq_row, wq_head, wk_row, wk_head, cos_row, mask_row,
+    scale, softcap, PARTS: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, NUM: tl.constexpr, BL: tl.constexpr,
     WIDTH: tl.constexpr, BD: tl.constexpr, KEY_WIDTH: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
     BP: tl.constexpr, VALID: tl.constexpr, LATENTS: tl.constexpr, WINDOW: tl.constexpr, ROTARY: tl.constexpr,
@@ -83,12 +91,12 @@ def mixture_step_kernel(
         norm_at = log_norm + (row * HEADS + first + g)[:, None] * NUM + l[None, :]
         mean_at = mean + ((row * HEADS + first + g)[:, None, None] * NUM + l[None, :, None]) * WIDTH + d[None, None, :]
         some = in_group[:, None] & (l < NUM)[None, :]
-        logits = tl.load(q_at[:, None] + (l + SHIFT)[None, :], mask=some, other=MINUS_INF).to(tl.float32)
-        new = tl.load(k_at, mask=some, other=MINUS_INF).to(tl.float32)
+        logits = load_parts(q_at[:, None] + (l + SHIFT)[None, :], q_part, some, MINUS_INF, PARTS)
+        new = load_parts(k_at, k_part, some, MINUS_INF, PARTS)
         old = tl.load(norm_at, mask=some, other=MINUS_INF)
         means = tl.load(mean_at, mask=some[:, :, None] & inside_d[None, None, :], other=0.0)
         if WINDOW:
-            choice = tl.load(q_at, mask=in_group, other=0.0).to(tl.float32)
+            choice = load_parts(q_at, q_part, in_group, 0.0, PARTS)
 
     if WINDOW:
         if ROTARY:
@@ -166,8 +174,8 @@ def mixture_step_kernel(
                 norm_at += BL
                 mean_at += BL * WIDTH
                 some = in_group[:, None] & (begin + BL + l < NUM)[None, :]
-                logits = tl.load(q_at[:, None] + (l + SHIFT)[None, :], mask=some, other=MINUS_INF).to(tl.float32)
-                new = tl.load(k_at, mask=some, other=MINUS_INF).to(tl.float32)
+                logits = load_parts(q_at[:, None] + (l + SHIFT)[None, :], q_part, some, MINUS_INF, PARTS)
+                new = load_parts(k_at, k_part, some, MINUS_INF, PARTS)
                 old = tl.load(norm_at, mask=some, other=MINUS_INF)
                 means = tl.load(mean_at, mask=some[:, :, None] & inside_d[None, None, :], other=0.0)
         acc = acc * inverse_or_zero(total)[:, None]
@@ -188,71 +196,3 @@ def mixture_step_kernel(
             tl.debug_barrier()
             tl.store(valid + row * SLOTS + p, following, mask=p + 1 < SLOTS)
             tl.store(valid + row * SLOTS + SLOTS - 1, real)
-
-
-@triton.jit
-def rglru_step_kernel(
-    x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, y, x_row, mask_row,
-    W: tl.constexpr, SIZE: tl.constexpr, BS: tl.constexpr, BI: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """h of one block of channels, in place, and y = h: both gates' products, then the recurrence."""
-    BLOCKS: tl.constexpr = W // SIZE
-    row, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
-    o = tl.arange(0, BS)
-    inside = o < SIZE
-    cols = block * SIZE + o
-    a_gate = tl.load(a_bias + cols, mask=inside, other=0.0).to(tl.float32)
-    x_gate = tl.load(x_bias + cols, mask=inside, other=0.0).to(tl.float32)
-    x += row * x_row
-    for start in range(0, SIZE, BI):
-        i = start + tl.arange(0, BI)
-        part = tl.load(x + block * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-        at = block * SIZE * SIZE + i[:, None] * SIZE + o[None, :]
-        keep = (i < SIZE)[:, None] & inside[None, :]
-        a_gate += tl.sum(part[:, None] * tl.load(a_weight + at, mask=keep, other=0.0).to(tl.float32), 0)
-        x_gate += tl.sum(part[:, None] * tl.load(x_weight + at, mask=keep, other=0.0).to(tl.float32), 0)
-    own = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
-    h = tl.load(state + row * W + cols, mask=inside, other=0.0)
-    r, i_gate = sigmoids(a_gate, x_gate)
-    rate, _ = decay_rate(a_param, cols, W)
-    a, rest = decay_and_rest(r, rate)
-    unseen = h == MINUS_INF
-    rest = tl.where(unseen, 1.0, rest)
-    after = tl.where(unseen, 0.0, a * tl.where(unseen, 0.0, h)) + rest * inverse_root(rest) * i_gate * own
-    out = after
-    if MASKED:
-        real = tl.load(mask + row * mask_row) != 0
-        after = tl.where(real, after, h)
-        out = tl.where(real, out, 0.0)
-    tl.store(state + row * W + cols, after, mask=inside)
-    tl.store(y + row * W + cols, out.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def short_conv_step_kernel(
-    x, weight, bias, mask, state, y, x_row, mask_row,
-    W: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """y of some channels from the last K inputs, which move up by one."""
-    BLOCKS: tl.constexpr = (W + BLOCK - 1) // BLOCK
-    row, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
-    cols = block * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < W
-    new = tl.load(x + row * x_row + cols, mask=inside, other=0.0)
-    if MASKED:
-        real = tl.load(mask + row * mask_row) != 0
-        new = tl.where(real, new, 0.0)
-    acc = new.to(tl.float32) * tl.load(weight + cols * K + (K - 1), mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        acc += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    at = state + row * (K - 1) * W + cols
-    for j in tl.static_range(K - 1):
-        past = tl.load(at + j * W, mask=inside, other=0.0)
-        acc += past.to(tl.float32) * tl.load(weight + cols * K + j, mask=inside, other=0.0).to(tl.float32)
-        if j > 0:
-            tl.store(at + (j - 1) * W, past, mask=inside)
-    if K > 1:
-        tl.store(at + (K - 2) * W, new, mask=inside)
-    if MASKED:
-        acc = tl.where(real, acc, 0.0)
-    tl.store(y + row * W + cols, acc.to(y.dtype.element_ty), mask=inside)

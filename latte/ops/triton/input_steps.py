@@ -1,0 +1,124 @@
+"""What one more token goes through before attention, by one launch each, as custom operations that write to a state."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from latte.ops.triton.call import launch
+from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.kernels.input_steps import input_step_kernel, rglru_step_kernel, short_conv_step_kernel
+from latte.ops.triton.steps import ELEMENTS, power
+
+CHANNELS = 64  # of a program, where the mixer has no blocks of its own
+OUTPUTS, COLUMNS = 16, 256  # of a program that has some outputs of a linear layer, and of its steps
+LOGITS = 256  # rows of a logits' layer that a program holds
+
+
+@torch.library.custom_op("latte::rglru_step_triton", mutates_args=("state",))
+def rglru_step(
+    x: Tensor,
+    a_weight: Tensor,
+    a_bias: Tensor,
+    x_weight: Tensor,
+    x_bias: Tensor,
+    a_param: Tensor,
+    mask: Tensor | None,
+    state: Tensor,
+) -> Tensor:
+    """y [B 1 W]; h in `state` is advanced in place."""
+    check_device(rglru_step_kernel, x.device)
+    check_dtypes(x=x, a_weight=a_weight, x_weight=x_weight, a_param=a_param)
+    blocks, size, _ = a_weight.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    wide = power(size)
+    launch(
+        rglru_step_kernel, x.shape[0] * blocks,
+        x, a_weight.contiguous(), a_bias, x_weight.contiguous(), x_bias, a_param, mask, state, y,
+        x.stride(0), 0 if mask is None else mask.stride(0),
+        W=x.shape[2], SIZE=size, BS=wide, BI=min(wide, max(1, ELEMENTS // 2 // wide)), MASKED=mask is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@rglru_step.register_fake
+def _(x, *_):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("latte::short_conv_step_triton", mutates_args=("state",))
+def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, state: Tensor) -> Tensor:
+    """y [B 1 W]; the last inputs in `state` move up by one."""
+    check_device(short_conv_step_kernel, x.device)
+    check_dtypes(x=x, weight=weight, bias=bias)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width, taps = weight.shape
+    block = min(256, power(width))
+    launch(
+        short_conv_step_kernel, x.shape[0] * triton.cdiv(width, block),
+        x, weight.contiguous(), bias, mask, state, y, x.stride(0), 0 if mask is None else mask.stride(0),
+        W=width, K=taps, BLOCK=block, BIAS=bias is not None, MASKED=mask is not None, num_warps=2,
+    )  # fmt: skip
+    return y
+
+
+@short_conv_step.register_fake
+def _(x, *_):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("latte::input_step_triton", mutates_args=("state",))
+def input_step(
+    x: Tensor,
+    gates: Sequence[Tensor],
+    taps: Sequence[Tensor],
+    state: Tensor | None,
+    mixed_weights: Sequence[Tensor],
+    mixed_biases: Sequence[Tensor],
+    plain_weights: Sequence[Tensor],
+    plain_biases: Sequence[Tensor],
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Parts [B P N] of the outputs of two layers that read the mixer's output, and those [B 1 M] of up to three others.
+
+    `gates` are the RG-LRU's weights, `taps` the convolution's and perhaps its bias: one of them, or neither, is there.
+    """
+    check_device(input_step_kernel, x.device)
+    check_dtypes(x=x)
+    batch, _, width = x.shape
+    size = gates[0].shape[1] if gates else CHANNELS
+    blocks = triton.cdiv(width, size)
+    queries, keys = (weight.shape[0] for weight in mixed_weights)
+    outputs = [weight.shape[0] for weight in plain_weights] + [0] * (3 - len(plain_weights))
+    logits = torch.empty((batch, blocks, queries + keys), dtype=torch.float32, device=x.device)
+    y = torch.empty((batch, 1, sum(outputs)), dtype=x.dtype, device=x.device)
+    wide = max(16, power(size))
+    options: dict[str, Any] = {
+        "RECURRENT": bool(gates), "TAPS": taps[0].shape[1] if taps else 0, "TAPS_BIAS": len(taps) > 1,
+        "MASKED": mask is not None, "BIAS": bool(mixed_biases), "W": width, "SIZE": size, "BS": wide,
+        "BI": min(wide, max(1, ELEMENTS // 2 // wide)), "NQ": queries, "BQ": min(LOGITS, power(queries)),
+        "NK": keys, "BK": min(LOGITS, power(keys)), "N0": outputs[0], "N1": outputs[1], "N2": outputs[2],
+        "BR": OUTPUTS, "BC": min(COLUMNS, power(width)), "num_warps": 8,
+    }  # fmt: skip
+    programs = batch * (blocks + sum(triton.cdiv(n, OUTPUTS) for n in outputs))
+    launch(
+        input_step_kernel, programs, x, mask, state, *(gates or [None] * 5), *padded(taps, 2),
+        mixed_weights[0], padded(mixed_biases, 2)[0], mixed_weights[1], padded(mixed_biases, 2)[1], logits,
+        *padded(plain_weights, 3), *padded(plain_biases, 3), y,
+        x.stride(0), 0 if mask is None else mask.stride(0), **options,
+    )  # fmt: skip
+    return logits, y
+
+
+def padded(tensors: Sequence[Tensor], count: int) -> list[Tensor | None]:
+    return [*tensors, *[None] * (count - len(tensors))]
+
+
+@input_step.register_fake
+def _(x, gates, taps, state, mixed_weights, mixed_biases, plain_weights, *_):
+    blocks = triton.cdiv(x.shape[2], gates[0].shape[1] if gates else CHANNELS)
+    logits = x.new_empty((x.shape[0], blocks, sum(w.shape[0] for w in mixed_weights)), dtype=torch.float32)
+    return logits, x.new_empty((x.shape[0], 1, sum(w.shape[0] for w in plain_weights)))
