@@ -1,6 +1,6 @@
 """Attention with its projections: Latte, Latte Macchiato, window and full softmax attention by configuration."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,20 @@ from latte.layers.positions import count_tokens, token_positions
 from latte.layers.rotary import apply_rotary, check_rotary
 from latte.layers.rotary import rotary as make_rotary
 from latte.layers.softmax import SoftmaxState, advance_softmax, softmax_attention
-from latte.ops import LatteState, MacchiatoState, WindowState, latte_attention, macchiato_attention, window_attention
+from latte.ops import (
+    LatteState,
+    MacchiatoState,
+    WindowState,
+    latte_attention,
+    linear_attention,
+    macchiato_attention,
+    window_attention,
+)
 from latte.ops.checks import BACKENDS, check_cu_seqlens, check_kind, check_mask, check_scores, check_shape, check_sizes
+from latte.ops.features import FeatureMap
 from latte.ops.steps import LinearWeights, Place, input_step_, mixture_step_
 
+FEATURE_MAPS = ("elu+1", "exp", "relu")
 Rotary = tuple[Float[Tensor, "_ T half"], Float[Tensor, "_ T half"]]
 
 
@@ -50,6 +60,9 @@ class LatteAttention(nn.Module):
     default hidden_size / num_heads; softmax queries and keys `window_head_dim`, by default as wide as values. With
     `num_value_heads` below num_heads, heads share values and softmax keys. Softmax queries and keys have rotary
     positions unless `rope_theta` is None; latents have none. `scale`, `softcap` and `backend` are the ops'.
+
+    With a `feature_map` ("elu+1", "exp", "relu") the latents are features, and attention is linear attention, the
+    undirected model that Latte is compared with; that is without a window.
     """
 
     def __init__(
@@ -70,9 +83,11 @@ class LatteAttention(nn.Module):
         bias: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        feature_map: str | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.feature_map = feature_map
         self.hidden_size, self.num_heads, self.num_latents, self.window = hidden_size, num_heads, num_latents, window
         self._check_form(mixer, window_head_dim)
         self.head_dim = head_width(hidden_size, num_heads, head_dim)
@@ -100,6 +115,13 @@ class LatteAttention(nn.Module):
             check_count("window", self.window, " (the token itself counts), or None for none")
         if mixer != "none" and self.num_latents is None and self.window is None:
             raise ValueError(f'mixer is {mixer!r} in full attention; set num_latents or window, or mixer="none"')
+        if self.feature_map is not None:
+            check_choice("feature_map", self.feature_map, FEATURE_MAPS)
+            if self.num_latents is None or self.window is not None:
+                raise ValueError(
+                    f"feature_map is {self.feature_map!r} with num_latents={self.num_latents}, window={self.window}; "
+                    "linear attention has num_latents features and no window"
+                )
         if window_head_dim is not None and not self.has_scores:
             raise ValueError(f"window_head_dim is {window_head_dim} without a window; set window, or leave it None")
 
@@ -121,6 +143,11 @@ class LatteAttention(nn.Module):
     def has_scores(self) -> bool:
         """Whether attention is, in part or all, by scores of queries and keys: those have positions."""
         return self.num_latents is None or self.window is not None
+
+    @property
+    def has_step(self) -> bool:
+        """Whether `step_` can advance a state of this layer where it lies."""
+        return self.causal and self.feature_map is None and (self.num_latents is not None or self.window is not None)
 
     def reset_parameters(self) -> None:
         """Projections are normal with variance 1 / inputs, biases 0: from a normed x, logits have variance 1."""
@@ -180,11 +207,11 @@ class LatteAttention(nn.Module):
     ) -> Float[Tensor, "B one C"]:
         """y of one more token, without gradients; `state` is advanced in place, so that a CUDA graph can replay it.
 
-        On a GPU the mixer is one launch and attention another. `counters` are an int32 one for each row, 0 between
-        calls, and one of all tokens: give some that stay, or the step makes its own.
+        On a GPU the mixer with all projections of x is one launch and attention another. `counters` are an int32 one
+        for each row, 0 between calls, and one of all tokens: give some that stay, or the step makes its own.
         """
         self._check_arguments(x, state, mask, None)
-        if isinstance(state.attention, SoftmaxState) or not self.causal:
+        if isinstance(state.attention, SoftmaxState) or not self.has_step:
             raise ValueError("a step in place needs causal attention with a window or latents; use stream")
         if counters is None:
             arrivals = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
@@ -268,6 +295,9 @@ class LatteAttention(nn.Module):
         latent_q, latent_k = (
             x.unflatten(2, (self.num_heads, -1)) for x in project(mixed, self.latent_query, self.latent_key)
         )
+        if self.feature_map is not None:
+            features = cast(FeatureMap, self.feature_map)
+            return linear_attention(latent_q, latent_k, self._values(x), feature_map=features, **options)
         if self.window is None:
             return latte_attention(latent_q, latent_k, self._values(x), **options)
         q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)

@@ -41,7 +41,7 @@ class LatteLayer(GradientCheckpointingLayer):
             num_value_heads=config.num_value_heads, window=config.window, window_head_dim=config.window_head_dim,
             mixer=config.mixer, conv_size=config.conv_size, mixer_blocks=config.mixer_blocks, causal=config.causal,
             rope_theta=config.rope_parameters["rope_theta"], bias=config.bias, scale=config.scale,
-            softcap=config.softcap, backend=config.backend,
+            softcap=config.softcap, feature_map=config.feature_map, backend=config.backend,
         )  # fmt: skip
         self.feedforward_norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
         self.feedforward = make_feedforward(

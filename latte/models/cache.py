@@ -43,7 +43,7 @@ class StateLayer(CacheLayerMixin):
 
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
         """The attention's output for the next tokens; the state moves on."""
-        if self.recording is None and self.state is not None and self._steps(step):
+        if self.recording is None and self.state is not None and attention.has_step and self._steps(step):
             y = attention.step_(step.x, self.state, step.mask, step.rotary)
         elif self.recording is None:
             y, self.state = run(attention, step, self.state)
@@ -151,7 +151,7 @@ class StaticStateLayer(StateLayer):
         self.fresh = True
 
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
-        if self.state is not None and not self.fresh and self._steps(step):
+        if self.state is not None and not self.fresh and attention.has_step and self._steps(step):
             return attention.step_(step.x, self.state, step.mask, step.rotary, (self.arrivals, self.seen))
         y, state = run(attention, step, None if self.fresh else self.state)
         tokens = step.x.shape[1]

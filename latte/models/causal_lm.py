@@ -40,9 +40,13 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
         super().__init__(config)
         if not config.causal:
             raise ValueError("causal is False; a model that predicts the next token must be causal")
-        self.model = LatteModel(config)
+        self.model = self._make_backbone(config)
         self.lm_head = LanguageHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @staticmethod
+    def _make_backbone(config: LatteConfig) -> LatteModel:
+        return LatteModel(config)
 
     @can_return_tuple
     def forward(

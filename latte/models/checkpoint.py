@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from latte.models.configuration import LatteConfig
+from transformers import PreTrainedConfig
 
 MODULE = "modeling_latte"
 LOADER = '''"""Finds the classes of this model, which are in the package latte-attention."""
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 @contextmanager
-def loader_beside(directory: str | Path, config: LatteConfig, classes: dict[str, str]) -> Iterator[None]:
+def loader_beside(directory: str | Path, config: PreTrainedConfig, classes: dict[str, str]) -> Iterator[None]:
     """Put the file into `directory`, and while the body runs, say in `config` which Auto class means which of ours."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

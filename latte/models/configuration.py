@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from latte.layers.attention import head_width, value_heads
+from latte.layers.attention import FEATURE_MAPS, head_width, value_heads
 from latte.layers.checks import check_choice, check_count
 from latte.layers.feedforward import ACTIVATIONS, FEEDFORWARDS
 from latte.layers.mixers import MIXERS
@@ -26,7 +26,8 @@ class LatteConfig(PreTrainedConfig):
     """Settings of a Latte model.
 
     `num_latents` (per head) and `window` choose the attention: both set are Latte Macchiato, latents alone Latte, a
-    window alone sliding-window attention, and neither full softmax attention. `mixer` ("none", "conv", "rglru") feeds
+    window alone sliding-window attention, and neither full softmax attention. With a `feature_map` the latents are the
+    features of linear attention. `mixer` ("none", "conv", "rglru") feeds
     the latents' logits. The rest of the words mean what they mean in `latte.layers`; `num_attention_heads`,
     `num_key_value_heads` and `hidden_act` are other names of `num_heads`, `num_value_heads` and `activation`.
 
@@ -66,6 +67,7 @@ class LatteConfig(PreTrainedConfig):
     mixer: str = "none"
     conv_size: int = 3
     mixer_blocks: int = 16
+    feature_map: str | None = None
     causal: bool | None = None  # True, but False in a classifier
     bias: bool = False
     scale: float | int | None = None
@@ -172,6 +174,8 @@ class LatteConfig(PreTrainedConfig):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), ", or None")
         check_choice("mixer", self.mixer, MIXERS)
+        if self.feature_map is not None:
+            check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_choice("norm", self.norm, NORMS)
         check_choice("feedforward", self.feedforward, FEEDFORWARDS)
         check_choice("positions", self.positions, POSITIONS)

@@ -19,6 +19,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "latte": LATTE,
     "latte conv": LATTE | {"mixer": "conv"},
     "latte rglru": LATTE | {"mixer": "rglru"},
+    "linear": LATTE | {"feature_map": "elu+1"},
     "macchiato": MACCHIATO,
     "macchiato conv": MACCHIATO | {"mixer": "conv"},
     "macchiato rglru": MACCHIATO | {"mixer": "rglru", "softcap": 3.0, "scale": 0.3},
@@ -90,7 +91,13 @@ def twin(layer: LatteAttention, x: Tensor, mask: Tensor | None = None) -> Tensor
         parts["window_k"] = turn(split(layer.key(source), VALUE_HEADS), place, layer.rope_theta)
     window = max(x.shape[1], 1) if layer.window is None else layer.window
     a = attention_weights(
-        **parts, window=window, scale=layer.scale, softcap=layer.softcap, causal=layer.causal, mask=mask
+        **parts,
+        window=window,
+        scale=layer.scale,
+        softcap=layer.softcap,
+        causal=layer.causal,
+        mask=mask,
+        feature_map=layer.feature_map,
     )
     v = split(layer.value(x), VALUE_HEADS).repeat_interleave(HEADS // VALUE_HEADS, dim=2)
     return layer.output(torch.einsum("bhts,bshd->bthd", a, v).flatten(2))

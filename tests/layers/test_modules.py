@@ -17,6 +17,7 @@ SCORES = {"query": (26, 132), "key": (26, 44)}
 REST = {"value": (26, 10), "output": (30, 26)}
 PROJECTIONS = {
     "latte": LATENT | REST | {"latent_query": (26, 42)},
+    "linear": LATENT | REST | {"latent_query": (26, 42)},
     "macchiato": LATENT | SCORES | REST,
     "window": SCORES | REST,
     "full": SCORES | REST,
@@ -184,6 +185,9 @@ def test_gradient_checkpointing(form, reentrant):
         ({"softcap": 0.0}, "softcap is 0.0"),
         ({"scale": float("inf")}, "scale is inf"),
         ({"backend": "cuda"}, "backend is 'cuda'; it must be one of 'auto'"),
+        ({"feature_map": "cos"}, "feature_map is 'cos'; it must be one of"),
+        ({"feature_map": "exp", "window": 8}, "linear attention has num_latents features and no window"),
+        ({"feature_map": "exp", "num_latents": None}, "linear attention has num_latents features and no window"),
     ],
 )
 def test_wrong_settings(settings, text):

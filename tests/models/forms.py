@@ -25,6 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "latte": {"norm": "layernorm", "feedforward": "mlp"},
     "latte conv": {"mixer": "conv"},
     "latte rglru": {"mixer": "rglru"},
+    "linear": {"mixer": "conv", "feature_map": "elu+1"},
     "macchiato": {"mixer": "rglru", "window": WINDOW},
     "macchiato conv": {"mixer": "conv", "window": WINDOW, "num_value_heads": 1, "logits_softcap": 5.0},
     "window": {"mixer": "rglru", "window": WINDOW, "num_latents": None, "window_head_dim": 4},
