@@ -7,15 +7,19 @@ from typing import Annotated
 import typer
 
 import latte
-from latte.cli import bench, demo, generate
+from latte.cli import bench, convert, demo, evaluate, generate, inspect, train
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 
 app = typer.Typer(name="latte", add_completion=False, pretty_exceptions_enable=False)
+app.command("convert")(convert.convert)
 app.command("demo")(demo.demo)
+app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("inspect")(inspect.inspect)
 app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")
 
 
 def print_version(wanted: bool) -> None:

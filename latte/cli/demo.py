@@ -1,4 +1,4 @@
-"""`latte demo`: what the ops can do, shown on this machine."""
+"""`latte demo`: a language model trained, run and looked at on this machine."""
 
 import json as jsonlib
 from dataclasses import asdict
@@ -9,97 +9,92 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from latte.cli.generate import note, require_transformers
+
 if TYPE_CHECKING:
-    from latte.analysis.tour import CutCheck, Reading, Speed, Steps, Tour
+    from latte.analysis.report import Lesson, Story, Writing
 
 
 def demo(
-    output: Annotated[Path, typer.Option(dir_okay=False, writable=True, help="Where to write the HTML report.")] = Path(
-        "report.html"
-    ),
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences: seconds instead of a minute.")] = False,
+    output: Annotated[
+        Path,
+        typer.Option(
+            dir_okay=False, writable=True, help="The HTML report; the model goes into a folder of that name beside it."
+        ),
+    ] = Path("report.html"),
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps and short contexts: a look, no result.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
-    """Show what the ops can do on this machine, and write it down as one HTML page."""
+    """Train a small language model on Python's own library, let it write, time it beside softmax attention, and write
+    down what was seen as one HTML page."""
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no directory {output.parent}; create it or name another file")
+    if not output.suffix:
+        raise ValueError(f"--output {output}: give it an ending, such as {output}.html; the model goes into {output}")
+    require_transformers()
+    from latte.analysis.files import replacing
     from latte.analysis.report import render_report
-    from latte.analysis.tour import take_tour
+    from latte.cli.demonstration import demonstrate
+    from latte.train.progress import make_display
 
-    progress = Console(stderr=True)
-    tour = take_tour(quick=quick, progress=lambda step: progress.print(f"[dim]{step} …[/dim]"))
-    output.write_text(render_report(tour), encoding="utf-8")
+    folder = output.with_suffix("")
+    story, latents = demonstrate(folder, quick=quick, display=make_display(), note=note)
+    with replacing(output) as file:
+        file.write(render_report(story, latents).encode())
     if json:
-        typer.echo(jsonlib.dumps(asdict(tour) | {"report": str(output)}))
+        typer.echo(jsonlib.dumps(asdict(story) | {"report": str(output), "model": str(folder / "model")}))
     else:
-        print_tour(tour)
-    progress.print(f"The report is in {output}", highlight=False, soft_wrap=True)
+        print_story(story)
+    note(f"the report is in {output}, and `latte generate {folder / 'model'} --prompt ...` goes on with the model")
 
 
-def print_tour(tour: "Tour") -> None:
-    """Print everything the tour saw."""
+def print_story(story: "Story") -> None:
+    """Print everything that was seen."""
     console = Console()
-    print_readings(console, tour.readings)
-    print_cuts(console, tour.cuts)
-    print_speed(console, tour.speed)
-    print_steps(console, tour.steps)
+    print_lesson(console, story.lesson)
+    print_writing(console, story.writing)
+    print_costs(console, story)
 
 
-def print_readings(console: Console, readings: list["Reading"]) -> None:
-    """Print each implied attention matrix as a text heat map."""
-    from latte.analysis.figures import text_heat_map
+def print_lesson(console: Console, lesson: "Lesson") -> None:
+    """Print how the model learned."""
+    print_heading(console, "It learns")
+    rate = lesson.tokens / lesson.seconds
+    console.print(
+        f"{lesson.preset}, {lesson.parameters:,} parameters: {lesson.tokens:,} bytes of {lesson.source} in "
+        f"{lesson.seconds:.0f} s, {rate:,.0f} a second",
+        highlight=False,
+    )
+    console.print(f"held-out files: {lesson.bits_per_byte:.3f} bits per byte", highlight=False)
 
-    print_heading(console, "Attention is a probability")
-    console.print("A row per token t, a column per token s; the ink is p(s|t).", highlight=False)
-    for reading in readings:
-        console.print(f"\n[bold]{reading.name}[/bold]: {reading.meaning}", highlight=False)
-        console.print(text_heat_map(reading.weights), highlight=False, markup=False)
-        console.print(f"rows sum to 1 within {reading.largest_row_error:.1e}", highlight=False)
+
+def print_writing(console: Console, writing: "Writing") -> None:
+    """Print what the model wrote."""
+    print_heading(console, "It writes")
+    console.print(f"{writing.prompt}{writing.text}", highlight=False, markup=False)
+    console.print(
+        f"{writing.tokens:,} bytes, {writing.tokens_per_s:,.0f} a second; state {writing.state_bytes_before:,} bytes after "
+        f"the prompt, {writing.state_bytes_after:,} at the end",
+        highlight=False,
+    )
 
 
-def print_cuts(console: Console, cuts: list["CutCheck"]) -> None:
-    """Print how far a run in two pieces is from the run in one."""
-    print_heading(console, "Cut = whole: the state is all that the past contributes")
-    table = number_table("op", "tokens", "cut after", "largest difference")
-    for cut in cuts:
-        table.add_row(cut.name, f"{cut.tokens:,}", f"{cut.cut:,}", f"{cut.largest_difference:.1e}")
+def print_costs(console: Console, story: "Story") -> None:
+    """Print what one more token costs."""
+    print_heading(console, "Constant time and memory: what one more token costs")
+    columns = [f"{costs.name}, {what}" for costs in story.costs for what in ("ms", "bytes")]
+    table = Table("tokens before")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for index, context in enumerate(story.contexts):
+        cells = (f"{costs.milliseconds[index]:.2f}" for costs in story.costs)
+        sizes = (f"{costs.cache_bytes[index]:,}" for costs in story.costs)
+        table.add_row(f"{context:,}", *(cell for pair in zip(cells, sizes, strict=True) for cell in pair))
     console.print(table)
-
-
-def print_speed(console: Console, speed: "Speed") -> None:
-    """Print the time per token of every form at every length."""
-    print_heading(console, "Linear time: µs per token, forward pass")
-    table = number_table("tokens", *(curve.name for curve in speed.curves))
-    for index, length in enumerate(speed.lengths):
-        table.add_row(f"{length:,}", *(f"{curve.microseconds_per_token[index]:.2f}" for curve in speed.curves))
-    console.print(table)
-    console.print(speed.setting, highlight=False)
-
-
-def print_steps(console: Console, steps: list["Steps"]) -> None:
-    """Print what one more token costs after a short and a long context."""
-    print_heading(console, "Constant memory: what one more token costs")
-    table = number_table("op", "context", "step, µs", "state, bytes", "softmax cache, bytes")
-    for step in steps:
-        table.add_row(
-            step.name,
-            f"{step.context:,}",
-            f"{step.microseconds:.0f}",
-            f"{step.state_bytes:,}",
-            f"{step.kv_cache_bytes:,}",
-        )
-    console.print(table)
+    console.print(story.setting, highlight=False)
 
 
 def print_heading(console: Console, title: str) -> None:
     """Begin a part of the output."""
     console.print()
     console.rule(title, align="left")
-
-
-def number_table(first: str, *others: str) -> Table:
-    """A table whose columns after the first hold numbers."""
-    table = Table(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table

@@ -49,8 +49,7 @@ def generate(
     """Continue a text. The text goes to stdout as it comes; speed and the size of the state go to stderr."""
     choice = choose(temperature, top_k, top_p, sample)
     text = read_prompt(prompt, file)
-    if find_spec("transformers") is None:
-        raise ValueError("models need Transformers, which is not installed; pip install 'latte-attention[train]'")
+    require_transformers()
     from latte.cli import generation
 
     loaded = generation.load(model, device, dtype, seed, note)
@@ -66,6 +65,11 @@ def generate(
     else:
         typer.echo()
         report(reading, written)
+
+
+def require_transformers() -> None:
+    if find_spec("transformers") is None:
+        raise ValueError("models need Transformers, which is not installed; pip install 'latte-attention[train]'")
 
 
 def choose(

@@ -55,7 +55,8 @@ class ConvertedBackbone:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, LatentQuery):
-            module.reset_choice()
+            init.zeros_(module.weight)
+            init.copy_(module.bias, module.first_logits())
         elif isinstance(module, RGLRU):
             init.copy_(module.a_param, initial_a_param(module.a_param))
         elif isinstance(module, (BlockDiagonal, ShortConvolution)):

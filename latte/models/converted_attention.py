@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from latte.layers import LatteAttention
@@ -33,11 +32,16 @@ class LatentQuery(nn.Linear):
         super().__init__(hidden_size, num_heads * (num_latents + 1))
         self.num_latents, self.share = num_latents, share
 
+    @torch.no_grad()
     def reset_choice(self) -> None:
+        self.weight.zero_()
+        self.bias.copy_(self.first_logits())
+
+    def first_logits(self) -> Tensor:
+        """The biases that give the window its share."""
         logits = torch.zeros(self.out_features // (self.num_latents + 1), self.num_latents + 1)
         logits[:, 0] = ALWAYS if self.share == 1 else math.log(self.num_latents * self.share / (1 - self.share))
-        init.zeros_(self.weight)
-        init.copy_(self.bias, logits.flatten())
+        return logits.flatten()
 
 
 class ConvertedAttention(LatteAttention):

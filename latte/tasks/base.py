@@ -55,6 +55,7 @@ class Plan:
     preset: str
     budget: Budget
     model: Mapping[str, Any] = field(default_factory=dict)  # words of LatteConfig that differ from the preset's
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the task, that differ from its defaults
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Writing a folder as a whole: it is there, complete, or it is not."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def check_free(out: Path, source: Path, overwrite: bool) -> None:
+    """Raise ValueError if `out` cannot be written without losing something."""
+    if out.resolve() == source.resolve() or source.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"OUT {out}: the source is there; name another folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"OUT {out}: it is a file; name a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"OUT {out}: the folder has something in it; name another, or use --overwrite")
+    if not (out / "config.json").is_file():
+        raise ValueError(f"OUT {out}: the folder holds no model, so --overwrite will not replace it; name another")
+
+
+def check_space(out: Path, size: int) -> None:
+    """Raise ValueError if the disk has no room for `size` bytes."""
+    place = out.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if size > free:
+        raise ValueError(f"OUT {out}: the model takes {size / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, which takes its name when the body is done and is removed when it fails."""
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial, former = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in ("partial", "former"))
+    partial.mkdir()
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        if out.exists():
+            out.rename(former)
+        partial.rename(out)
+        _flush(out.absolute().parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if former.exists() and not out.exists():
+            former.rename(out)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold what was written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

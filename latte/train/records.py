@@ -1,0 +1,162 @@
+"""What a run writes down as it goes: metrics.jsonl, and the trackers that were asked for."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from latte.train.checkpoints import write_text
+
+Values = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Where curves are shown."""
+
+    def write(self, step: int, split: str, values: Mapping[str, float]) -> None: ...
+
+    def write_text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """A JSON object a line: `step`, `split`, what was measured, `tokens` and `seconds` so far."""
+
+    def __init__(self, path: Path, after: int | None) -> None:
+        """Go on after step `after`: lines of later steps, what was measured at the end, and a line that a crash has
+        cut are removed. None begins."""
+        if after is None:
+            write_text(path, "")
+        elif path.exists():
+            write_text(path, "".join(keep_until(path.read_text(encoding="utf-8"), after)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Values) -> None:
+        """Append a line; what is no finite number is null."""
+        values = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._file.write(json.dumps(values, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def keep_until(text: str, step: int) -> list[str]:
+    kept = []
+    for line in text.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # cut off while it was written
+        if line.endswith("\n") and record["step"] <= step and record["split"] != "test":
+            kept.append(line)
+    return kept
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line that is being written is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, after: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=None if after is None else after + 1)
+
+    def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"{split}/{name}", value, step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLike:
+    """Weights & Biases, or trackio, which has the same functions."""
+
+    def __init__(self, module: str, folder: Path, config: Values) -> None:
+        self._module = import_module(module)
+        where = {"dir": str(folder)} if module == "wandb" else {}
+        self._module.init(project="latte", name=folder.name, config=dict(config), **where)
+
+    def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        self._module.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Texts are in metrics.jsonl."""
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def open_trackers(
+    names: Sequence[str], folder: Path, after: int | None, config: Values, note: Callable[[str], None]
+) -> list[Tracker]:
+    """Those that were asked for. TensorBoard is asked for by default: where it is missing, `note` is told."""
+    trackers: list[Tracker] = []
+    for name in names:
+        if name == "none":
+            continue
+        if find_spec(name) is None:
+            if name != "tensorboard":
+                raise ValueError(f"track is {name}, which is not installed: pip install {name}")
+            note("no TensorBoard curves: it is not installed (pip install tensorboard); metrics.jsonl has them")
+            continue
+        trackers.append(TensorBoard(folder, after) if name == "tensorboard" else WandbLike(name, folder, config))
+    return trackers
+
+
+class Records:
+    """Everything that is written down, in one place."""
+
+    def __init__(self, metrics: MetricsFile | None, trackers: Sequence[Tracker]) -> None:
+        self._metrics, self._trackers = metrics, trackers
+
+    def write(self, step: int, split: str, values: Values, **more: Any) -> None:
+        """Numbers go to the trackers; all goes to metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.write({"step": step, "split": split, **values, **more})
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        for tracker in self._trackers:
+            tracker.write(step, split, numbers)
+
+    def write_usage(self, step: int, layers: Sequence[Values], curves: Mapping[str, float]) -> None:
+        """Usage of latents: a record of all layers, and a curve per layer and head."""
+        if self._metrics is not None:
+            self._metrics.write({"step": step, "split": "usage", "layers": list(layers)})
+        for tracker in self._trackers:
+            tracker.write(step, "usage", curves)
+
+    def write_texts(self, step: int, split: str, texts: Sequence[Mapping[str, str]]) -> None:
+        if self._metrics is not None:
+            self._metrics.write({"step": step, "split": split, "texts": list(texts)})
+        for tracker in self._trackers:
+            for number, text in enumerate(texts):
+                tracker.write_text(step, f"{split}/{number}", "\n\n".join(text.values()))
+
+    def sync(self) -> None:
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()

@@ -1,0 +1,23 @@
+"""The examples of the page on evaluation run, and its commands are right."""
+
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from latte.cli.app import app
+
+PAGE = (Path(__file__).parents[3] / "docs" / "evaluate.md").read_text(encoding="utf-8")
+
+
+def test_examples_run_in_order(capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    exec(compile("\n".join(blocks), "evaluate.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) > 10
+
+
+def test_every_option_it_names_exists():
+    offered = CliRunner().invoke(app, ["evaluate", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
+    assert len(named) > 20
+    assert named <= set(re.findall(r"--[a-z][a-z-]+", offered)), "the page names an option that the command lacks"
