@@ -25,7 +25,7 @@ $(INSTALLED_DOCS): $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-demo: $(INSTALLED) ## See what the ops do on this machine, with a report in reports/demo.html
+demo: $(INSTALLED) ## Train a small language model here and see what it does, with a report in reports/demo.html
 	@mkdir -p reports
 	$(BIN)/latte demo --output reports/demo.html
 

@@ -66,7 +66,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, LatteAttention) or (name in with_latents and not isinstance(module, CrossAttention))
+        if (name in with_latents and not isinstance(module, CrossAttention))
+        or (isinstance(module, LatteAttention) and module.feature_map is None)
     }
 
 

@@ -15,7 +15,8 @@ body { margin: 0 auto; max-width: 52rem; padding: 2rem 1.25rem 4rem; background:
   font: 16px/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; margin-bottom: 0; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 p { color: var(--faint); }
-pre { background: var(--plate); padding: 1rem; overflow-x: auto; font-size: .85rem; line-height: 1.45; } pre b { color: var(--series-1); }
+pre { background: var(--plate); padding: 1rem; overflow-x: auto; font-size: .85rem; line-height: 1.45; }
+pre b { color: var(--series-1); }
 iframe { width: 100%; height: 46rem; border: 1px solid var(--rule); border-radius: .4rem; background: var(--page); }
 svg { max-width: 100%; height: auto; } .chart { width: 100%; }
 .scroll { overflow-x: auto; }
@@ -111,11 +112,11 @@ def lesson_section(lesson: Lesson) -> str:
         {"training": lesson.training, "validation": lesson.validation},
         title="Loss against tokens read",
         x_label="tokens read",
-        y_label="loss, nats per byte",
+        y_label="loss, nats per token",
         dots=False,
     )
     explanation = (
-        f"{lesson.preset}, {lesson.parameters:,} parameters, read {lesson.tokens:,} bytes of {lesson.source} in "
+        f"{lesson.preset}, {lesson.parameters:,} parameters, read {lesson.tokens:,} tokens of {lesson.source} in "
         f"{lesson.steps:,} steps and {lesson.seconds:.0f} s, {lesson.tokens / lesson.seconds:,.0f} a second. Files it "
         f"has not read cost it {lesson.bits_per_byte:.2f} bits per byte."
     )
@@ -125,7 +126,7 @@ def lesson_section(lesson: Lesson) -> str:
 def writing_section(writing: Writing) -> str:
     """The prompt and what follows it."""
     explanation = (
-        f"{writing.tokens:,} bytes after a prompt, {writing.tokens_per_s:,.0f} a second. All that it remembers took "
+        f"{writing.tokens:,} tokens after a prompt, {writing.tokens_per_s:,.0f} a second. All that it remembers took "
         f"{writing.state_bytes_before:,} bytes after the prompt and {writing.state_bytes_after:,} at the end."
     )
     return section("It writes", explanation, f"<pre><b>{escape(writing.prompt)}</b>{escape(writing.text)}</pre>")
@@ -159,7 +160,7 @@ def cost_cells(costs: Costs, index: int) -> tuple[str, str]:
 def latents_section(page: str) -> str:
     """The page of `latte inspect`, within."""
     explanation = (
-        "What the trained model does with a file that it has not read. Point at a token to see through which latents it "
-        "looks, click it to see where to; click a latent to see the tokens that it gathers."
+        "What the trained model does with a file that it has not read. Point at a token to see through which latents "
+        "it looks, click it to see where to; click a latent to see the tokens that it gathers."
     )
     return section("Its latents", explanation, f'<iframe title="latents" srcdoc="{escape(page)}"></iframe>')

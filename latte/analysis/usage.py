@@ -120,13 +120,16 @@ def entropy_of(p: Tensor) -> Tensor:
 def latent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """A model's attention layers with latents by name: ours, and converted ones.
 
-    They are known by `num_heads`, `num_latents` (not None) and the projections `latent_query` and `latent_key`.
+    They are known by `num_heads`, `num_latents` (not None) and the projections `latent_query` and `latent_key`. Linear
+    attention, which has a `feature_map`, has features in their place, and no p(l|t).
     """
     words = ("num_heads", "latent_query", "latent_key")
     return {
         name: module
         for name, module in model.named_modules()
-        if getattr(module, "num_latents", None) is not None and all(hasattr(module, word) for word in words)
+        if getattr(module, "num_latents", None) is not None
+        and getattr(module, "feature_map", None) is None
+        and all(hasattr(module, word) for word in words)
     }
 
 

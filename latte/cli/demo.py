@@ -61,7 +61,7 @@ def print_lesson(console: Console, lesson: "Lesson") -> None:
     print_heading(console, "It learns")
     rate = lesson.tokens / lesson.seconds
     console.print(
-        f"{lesson.preset}, {lesson.parameters:,} parameters: {lesson.tokens:,} bytes of {lesson.source} in "
+        f"{lesson.preset}, {lesson.parameters:,} parameters: {lesson.tokens:,} tokens of {lesson.source} in "
         f"{lesson.seconds:.0f} s, {rate:,.0f} a second",
         highlight=False,
     )
@@ -73,8 +73,8 @@ def print_writing(console: Console, writing: "Writing") -> None:
     print_heading(console, "It writes")
     console.print(f"{writing.prompt}{writing.text}", highlight=False, markup=False)
     console.print(
-        f"{writing.tokens:,} bytes, {writing.tokens_per_s:,.0f} a second; state {writing.state_bytes_before:,} bytes after "
-        f"the prompt, {writing.state_bytes_after:,} at the end",
+        f"{writing.tokens:,} tokens, {writing.tokens_per_s:,.0f} a second; state {writing.state_bytes_before:,} bytes "
+        f"after the prompt, {writing.state_bytes_after:,} at the end",
         highlight=False,
     )
 

@@ -13,15 +13,17 @@ from latte.analysis.report import Costs, Lesson, Story, Writing
 from latte.analysis.token_texts import token_texts
 from latte.cli import generation
 from latte.models import LatteConfig, LatteForCausalLM
-from latte.tasks import task_class
+from latte.tasks import TaskData, task_class
 from latte.tasks.evaluation.speed import decode_speed
 from latte.train import Display, make_plan, read_metrics, run
 
 PEER = "transformer-tiny"
+TOKENIZER = "bpe:1024"  # a token is about three bytes, so that more text is read in the same time
 PROMPT = "def read_lines(path):\n"
 SHOWN = 2048  # tokens on the page of latents
 FULL = {"contexts": [1024, 2048, 4096, 8192, 16384], "written": 400, "shown": SHOWN}
 QUICK = {"contexts": [128, 256, 512], "written": 40, "shown": 200}
+FULL_RUN = {"steps": 220, "batch_size": 8, "eval_every": 44, "eval_examples": 64, "sample_tokens": 48}  # minutes
 QUICK_RUN = {"steps": 12, "batch_size": 4, "eval_every": 6, "eval_examples": 4, "sample_tokens": 0}
 
 Note = Callable[[str], None]
@@ -48,7 +50,11 @@ def demonstrate(folder: Path, *, quick: bool, display: Display, note: Note) -> t
 def learn(folder: Path, *, quick: bool, display: Display) -> tuple[Lesson, str]:
     """Train the language-modelling task's own default in `folder`; also some text that was held out."""
     kind = task_class("lm")
-    plan = make_plan(kind, run={"output": folder, "track": ()} | (QUICK_RUN if quick else {}), settings={})
+    plan = make_plan(
+        kind,
+        run={"output": folder, "track": ()} | (QUICK_RUN if quick else FULL_RUN),
+        settings={"tokenizer": TOKENIZER},
+    )
     task = kind(plan.settings, seed=plan.run.data_seed)
     result = run(task, plan.run, overwrite=True, display=display)
     if result.signal is not None:
@@ -59,12 +65,16 @@ def learn(folder: Path, *, quick: bool, display: Display) -> tuple[Lesson, str]:
         for split in ("train", "validation")
     }
     lesson = Lesson(
-        plan.run.preset, result.parameters, "the Python standard library's source", result.step, result.tokens,
+        str(plan.run.preset), result.parameters, "the Python standard library's source", result.step, result.tokens,
         result.seconds, curves["train"], curves["validation"], result.validation["bits_per_byte"],
     )  # fmt: skip
-    data = task.prepare()
-    held_out = data.validation[0]["input_ids"]
-    return lesson, data.tokenizer.decode(held_out) if data.tokenizer is not None else bytes(held_out.tolist()).decode()
+    return lesson, unread_text(task.prepare())
+
+
+def unread_text(data: TaskData) -> str:
+    """The beginning of what was held out."""
+    tokens = torch.cat([data.validation[index]["input_ids"] for index in range(min(4, len(data.validation)))])
+    return str(data.tokenizer.decode(tokens, skip_special_tokens=True)) if data.tokenizer is not None else ""
 
 
 def write(loaded: generation.Loaded, count: int) -> Writing:
@@ -73,9 +83,7 @@ def write(loaded: generation.Loaded, count: int) -> Writing:
     reading = generation.read(loaded, tokens, chunk=8192, progress=None)
     choice = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
     written = generation.continue_text(loaded, reading, count, choice, seed=0, show=None)
-    return Writing(
-        PROMPT, written.text, len(written.tokens), written.rate, reading.state_bytes, written.state_bytes
-    )
+    return Writing(PROMPT, written.text, len(written.tokens), written.rate, reading.state_bytes, written.state_bytes)
 
 
 def peer_of(model: LatteForCausalLM) -> LatteForCausalLM:

@@ -175,15 +175,15 @@ def _walk(
         w = _factor(weight, options)
         dhidden = hidden.new_empty(hidden.shape if into_hidden else (0,))
         dweight = w.new_zeros(w.shape if into_weight else (0,), dtype=wide)
-        for rows in _chunks(hidden, w.shape[0]):
+        for rows in chunks(hidden, w.shape[0]):
             h = hidden[rows].to(options.dtype).masked_fill((targets[rows] == options.ignore_index)[:, None], 0.0)
-            logits = _product(h, w.t(), wide)
+            logits = product(h, w.t(), wide)
             into_losses = None if dlosses is None else dlosses[rows].contiguous()
             losses[rows], dlogits = _rows(logits, targets[rows], into_losses, vocabulary, gradients, options)
             if into_hidden:
-                dhidden[rows] = _product(dlogits, w, wide)
+                dhidden[rows] = product(dlogits, w, wide)
             if into_weight:
-                _accumulate(dweight, dlogits.t(), h)
+                accumulate(dweight, dlogits.t(), h)
     return losses, dhidden, dweight[:vocabulary]
 
 
@@ -208,7 +208,7 @@ def _rows(
     )  # fmt: skip
 
 
-def _chunks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
+def chunks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
     """Tokens a chunk at a time, all chunks of about the same size."""
     tokens, row = hidden.shape[0], 4 * vocabulary
     if tokens == 0:
@@ -220,18 +220,18 @@ def _chunks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """a b in the accumulation dtype; on CUDA the sums of narrow factors' products come as they are, not rounded."""
     if a.dtype in NARROW and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=wide)
     return torch.mm(a, b).to(wide)
 
 
-def _accumulate(sums: Tensor, a: Tensor, b: Tensor) -> None:
+def accumulate(sums: Tensor, a: Tensor, b: Tensor) -> None:
     """sums += a b."""
     if a.dtype == sums.dtype:
         sums.addmm_(a, b)
     elif a.device.type == "cuda" and ADDS_WIDE:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     else:
-        sums.add_(_product(a, b, sums.dtype))
+        sums.add_(product(a, b, sums.dtype))

@@ -52,10 +52,11 @@ class Budget:
 class Plan:
     """A model and a budget that suit a task."""
 
-    preset: str
+    preset: str | None  # None: the plan is for a model that has weights already
     budget: Budget
     model: Mapping[str, Any] = field(default_factory=dict)  # words of LatteConfig that differ from the preset's
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the task, that differ from its defaults
+    run: Mapping[str, Any] = field(default_factory=dict)  # other settings of training, such as what learns
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ from latte.models import (
 )
 from latte.tasks.base import Head, TaskData
 from latte.train.distributed import world_size
-from latte.train.schedules import choose_trainable
+from latte.train.lora import FILE as LORA_FILE
+from latte.train.lora import put_back_bases
 from latte.train.settings import RunSettings
+from latte.train.trainable import choose_trainable, narrow_frozen
 
 CLASSES: dict[Head, type[PreTrainedModel]] = {
     "causal-lm": LatteForCausalLM,
@@ -41,10 +43,14 @@ def make_model(settings: RunSettings, data: TaskData, checkpoint: Path | None) -
         model = load_model(checkpoint or settings.model, settings, data)  # pyright: ignore[reportArgumentType]
     else:
         torch.manual_seed(settings.seed)
-        model = CLASSES[data.head](make_config(settings.preset, model_words(settings, data)))
+        model = CLASSES[data.head](make_config(settings, model_words(settings, data)))
+    if checkpoint is not None and (checkpoint / LORA_FILE).is_file():
+        put_back_bases(model, checkpoint)
     if settings.checkpoint_layers:
         model.gradient_checkpointing_enable()
     choose_trainable(model, settings.trainable)
+    if settings.precision == "bf16":
+        narrow_frozen(model, settings.frozen_dtype)
     return model
 
 
@@ -62,7 +68,7 @@ def model_words(settings: RunSettings, data: TaskData) -> dict[str, Any]:
 def check_words(settings: RunSettings) -> None:
     """Raise ValueError for a preset that there is not, or words that make no model, before any work is done."""
     if settings.model is None:
-        make_config(settings.preset, settings.words)
+        make_config(settings, settings.words)
     elif not (settings.model / "config.json").is_file():
         raise ValueError(
             f"model is {settings.model}, which has no config.json; name a folder that save_pretrained has written"
@@ -73,9 +79,11 @@ def check_words(settings: RunSettings) -> None:
         )
 
 
-def make_config(preset: str, words: Mapping[str, Any]) -> LatteConfig:
+def make_config(settings: RunSettings, words: Mapping[str, Any]) -> LatteConfig:
+    if settings.preset is None:
+        raise ValueError("no model is named, and the budget is for one that has weights; name its folder with --model")
     try:
-        return LatteConfig.from_preset(preset, **words)
+        return LatteConfig.from_preset(settings.preset, **words)
     except StrictDataclassError as error:  # its message says it twice; the cause says what was expected
         raise ValueError(f"the words of the model make none: {error.__cause__ or error}") from error
 

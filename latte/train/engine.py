@@ -28,7 +28,8 @@ from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 from latte.tasks.base import Batch, TaskData
 from latte.train.checkpoints import write_json
 from latte.train.distributed import gather_objects, is_sharded, rank, sum_over_processes, world_size
-from latte.train.guards import LossWatch
+from latte.train.guards import LossWatch, StepLoss, ignore_signals
+from latte.train.lora import has_lora, merge, save_apart
 from latte.train.objective import Objective
 from latte.train.order import MicroBatches, Order
 from latte.train.schedules import make_optimizer, make_scheduler, resume_scheduler
@@ -81,7 +82,7 @@ class Engine(Trainer):
         objective: Objective,
         order: Order,
         memory: Memory,
-        after_step: Callable[["Engine", int, Tensor, Tensor], None],
+        after_step: Callable[["Engine", int, StepLoss, Tensor], None],
     ) -> None:
         use_cache = getattr(model.config, "use_cache", None)
         super().__init__(model=model, args=arguments, train_dataset=data.train, callbacks=[Flow()])
@@ -92,6 +93,7 @@ class Engine(Trainer):
         self.use_cache = use_cache  # Trainer has switched it off
         self.data_seconds = 0.0  # waited for examples since the last record
         self._micro_losses: list[Tensor] = []
+        self._micro_parts: list[Mapping[str, Tensor]] = []
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is there already."""
@@ -112,6 +114,7 @@ class Engine(Trainer):
             num_workers=workers,
             pin_memory=self.args.device.type == "cuda",
             prefetch_factor=4 if workers else None,
+            worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # else it draws from the generator that the model uses
         )
 
@@ -136,6 +139,7 @@ class Engine(Trainer):
             raise ValueError("a loss needs the number of items in its step")
         loss = self.objective.loss(model, inputs, num_items_in_batch) * world_size()
         self._micro_losses.append(loss.detach())
+        self._micro_parts.append(getattr(self.objective, "parts", {}))
         return loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -148,9 +152,14 @@ class Engine(Trainer):
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *_: Any, **__: Any) -> None:
         if self._micro_losses:  # Trainer comes here once more at the end
             loss = torch.stack(self._micro_losses).sum()
+            parts = {
+                name: torch.stack([part[name] for part in self._micro_parts]).sum() * world_size()
+                for name in self._micro_parts[0]
+            }
             self._micro_losses.clear()
+            self._micro_parts.clear()
             gradient = grad_norm if isinstance(grad_norm, Tensor) else torch.as_tensor(grad_norm)
-            self.after_step(self, self.state.global_step, loss, gradient.detach())
+            self.after_step(self, self.state.global_step, StepLoss(loss, parts), gradient.detach())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -185,9 +194,9 @@ class Engine(Trainer):
         self.memory.scaler = None if scaler is None else scaler.state_dict()
 
     def gather_weights(self) -> dict[str, Tensor] | None:
-        """The weights where they are in shards, else None; every process must call this."""
+        """The weights where they are in shards or have LoRA beside them, else None; every process must call this."""
         model = self.plain_model
-        return gather_weights(model) if is_sharded(model) else None
+        return gather_weights(model) if is_sharded(model) or has_lora(model) else None
 
     def gather_optimizer(self) -> dict[str, Tensor]:
         """The optimiser's states; every process must call this."""
@@ -198,12 +207,16 @@ class Engine(Trainer):
     ) -> None:
         """Write all that a resumed run needs; the folder is one for `from_pretrained` too."""
         self.save_weights(folder, weights)
+        if weights is not None and has_lora(self.plain_model):
+            save_apart(weights, folder)
         save_optimizer(optimizer, folder)
         self.state.save_to_json(str(folder / TRAINER_STATE_FILE))
         write_json(folder / STATE_FILE, vars(self.memory))
 
     def save_weights(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
         model = self.plain_model
+        if weights is not None and has_lora(model):
+            weights = merge(weights)
         with using_cache(model, self.use_cache):
             model.save_pretrained(folder, state_dict=weights)
         if self.data.tokenizer is not None:

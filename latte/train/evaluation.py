@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from latte.analysis.usage import LayerUsage, UsageMeter, latent_layers, merge_usage
-from latte.tasks.base import Batch, Examples, Sums, Task, TaskData
+from latte.tasks.base import Batch, Example, Examples, Sums, Task, TaskData
 from latte.train.distributed import gather_objects, is_sharded, rank, world_size
 from latte.train.order import permute
 
@@ -29,8 +29,13 @@ def evaluation_batches(examples: Examples, data: TaskData, count: int, batch_siz
     for first in range(0, len(starts), world_size()):
         place = first + rank()
         start = starts[place] if place < len(starts) else 0
-        indices = chosen[start : start + batch_size].tolist()
-        yield data.collate([examples[index] for index in indices]), place < len(starts)
+        yield data.collate(fetch(examples, chosen[start : start + batch_size].tolist())), place < len(starts)
+
+
+def fetch(examples: Examples, indices: Sequence[int]) -> Sequence[Example]:
+    """Examples at once, where they know how to, as PyTorch's DataLoader asks them."""
+    together = getattr(examples, "__getitems__", None)
+    return [examples[index] for index in indices] if together is None else together(indices)
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,21 @@ class Diverged(RuntimeError):  # noqa: N818 - a state of affairs
         self.reading, self.recent = reading, list(recent)
 
 
+class StepLoss(NamedTuple):
+    """A step's loss on the device, and the terms that it is made of where there are several."""
+
+    loss: Tensor
+    parts: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Reading:
-    """One step's loss, over all processes, and length of the gradient; `step` counts from 1."""
+    """One step's loss, over all processes, with its terms, and length of the gradient; `step` counts from 1."""
 
     step: int
     loss: float
     gradient: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class LossWatch:
@@ -48,25 +56,25 @@ class LossWatch:
         self.explosion, self.gradients_may_overflow = explosion, gradients_may_overflow
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.unlogged: list[Reading] = []
-        self._unread: list[tuple[int, Tensor, Tensor]] = []
+        self._unread: list[tuple[int, StepLoss, Tensor]] = []
 
-    def add(self, step: int, loss: Tensor, gradient: Tensor) -> None:
+    def add(self, step: int, loss: StepLoss, gradient: Tensor) -> None:
         self._unread.append((step, loss, gradient))
 
     def read(self) -> None:
         """Look at the steps since the last look; raises Diverged at the first one that went wrong."""
         if not self._unread:
             return
-        steps = [step for step, _, _ in self._unread]
-        losses = torch.stack([loss.float() for _, loss, _ in self._unread])
+        steps, names = [step for step, _, _ in self._unread], list(self._unread[0][1].parts)
+        losses = torch.stack([torch.stack([loss, *parts.values()]).float() for _, (loss, parts), _ in self._unread])
         gradients = torch.stack([whole(gradient).float() for _, _, gradient in self._unread])
         self._unread.clear()
         if world_size() > 1:
             dist.all_reduce(losses)
             losses /= world_size()
-        values = torch.stack([losses, gradients]).tolist()
-        for step, loss, gradient in zip(steps, *values, strict=True):
-            self._look(Reading(step, loss, gradient))
+        rows = torch.cat([losses, gradients[:, None]], dim=1).tolist()
+        for step, (loss, *parts, gradient) in zip(steps, rows, strict=True):
+            self._look(Reading(step, loss, gradient, dict(zip(names, parts, strict=True))))
 
     def _look(self, reading: Reading) -> None:
         reason = self._fault(reading)
@@ -93,7 +101,7 @@ class LossWatch:
     def state(self) -> dict[str, Any]:
         return {
             "recent": list(self.recent),
-            "unlogged": [[reading.step, reading.loss, reading.gradient] for reading in self.unlogged],
+            "unlogged": [list(vars(reading).values()) for reading in self.unlogged],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -149,10 +157,14 @@ class Interrupts:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a reader of examples, which goes when its parent does
-            if number == signal.SIGTERM:
-                os._exit(0)
+        if os.getpid() != self._process:  # a reader of examples that has not come to `ignore_signals` yet
             return
         self.received = self.received or signal.Signals(number)
         if not self._launched:
             self._restore()
+
+
+def ignore_signals(*_: Any) -> None:
+    """For readers of examples: a signal to all processes is the first one's to answer, and it still needs them."""
+    for number in Interrupts.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

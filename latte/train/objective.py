@@ -13,7 +13,8 @@ IGNORED = -100  # the label of a token that does not count
 class Objective(Protocol):
     """A loss that is a mean over items, of which a step's micro batches and processes each compute a part.
 
-    The parts of a step add up to its loss: `loss` divides by the items of the whole step.
+    The parts of a step add up to its loss: `loss` divides by the items of the whole step. One that has several terms
+    may have an attribute `parts`, the terms of the last batch by name, which are written down.
     """
 
     def items(self, batch: Batch) -> Tensor:

@@ -1,6 +1,7 @@
 """A run from beginning to end: prepare, train, survive, finish."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,21 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 import latte
 from latte.tasks.base import Task, TaskData
 from latte.train.building import check_words, compile_layers, count_parameters, find_device, make_arguments, make_model
 from latte.train.checkpoints import PARTIAL, Checkpoint, Checkpoints, point_to, replace_folder, write_json
+from latte.train.distillation import Distillation
 from latte.train.distributed import is_main, launched_rank, on_main, shard, world_size
 from latte.train.engine import STATE_FILE, Engine, Memory
 from latte.train.guards import Diverged, Interrupts, write_evidence
+from latte.train.lora import add_lora, check_peft
 from latte.train.objective import Objective, objective_for
 from latte.train.order import Order
 from latte.train.progress import Display
 from latte.train.records import MetricsFile, Records, open_trackers
 from latte.train.session import Session
 from latte.train.settings import RunPlan, RunSettings, differences
+from latte.train.teachers import check_distillation, make_teacher
+from latte.train.trainable import wants_lora
 
 VERSIONS_OF = ("torch", "transformers", "accelerate")
 RUN_FILE, RESULT_FILE, METRICS_FILE = "run.json", "result.json", "metrics.jsonl"
@@ -89,6 +94,9 @@ class Run:
         if settings.parallel == "fsdp" and settings.precision == "fp16":
             raise ValueError("precision is fp16 and parallel fsdp: the scale of fp16 losses is not sharded; use bf16")
         check_words(settings)
+        check_learning(settings)
+        if objective is not None and settings.teacher != "none":
+            raise ValueError("an objective is given, and a teacher is set, which makes one; leave one of them out")
         self.task, self.settings, self.resume, self.overwrite = task, settings, resume, overwrite
         self.objective = objective
         self.display = display if launched_rank() == 0 else Display()
@@ -100,7 +108,7 @@ class Run:
 
     def perform(self) -> Result:
         arguments = make_arguments(self.settings, self.device)
-        on_main(self._claim_folder)
+        on_main(self._check_folder)
         data = self._prepare()
         on_main(lambda: self._compare_data(data))
         with Interrupts(launched=world_size() > 1) as interrupts:
@@ -111,8 +119,8 @@ class Run:
                     self._roll_back(fault, data)
                 arguments = make_arguments(self.settings, self.device)
 
-    def _claim_folder(self) -> None:
-        """Make sure that the folder is ours to write to, and that what is there fits."""
+    def _check_folder(self) -> None:
+        """Make sure that the folder is ours to write to, and that what is there fits; nothing is written yet."""
         begun = self.folder / RUN_FILE
         if self.resume:
             if not begun.is_file():
@@ -124,18 +132,16 @@ class Run:
                     "Resume with the same ones, or begin anew in another folder"
                 )
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            self._make_room(begun)
-        self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
-        self.checkpoints.sweep()
-
-    def _make_room(self, begun: Path) -> None:
-        if not begun.is_file():
-            raise ValueError(f"{self.folder} is not empty and holds no run; name another folder with --output")
-        if not self.overwrite:
-            raise ValueError(
-                f"{self.folder} holds a run; go on with --resume, begin anew with --overwrite, or name another --output"
-            )
-        shutil.rmtree(self.folder)
+            if not begun.is_file():
+                raise ValueError(f"{self.folder} is not empty and holds no run; name another folder with --output")
+            if not self.overwrite:
+                raise ValueError(
+                    f"{self.folder} holds a run; go on with --resume, begin anew with --overwrite, "
+                    "or name another --output"
+                )
+        nearest = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
+        if not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{self.folder} cannot be made: {nearest} does not allow it; name another --output")
 
     def _prepare(self) -> TaskData:
         """The first process makes what is kept on the disk, the others find it there."""
@@ -145,18 +151,27 @@ class Run:
         return prepared[0] if prepared else self.task.prepare()
 
     def _compare_data(self, data: TaskData) -> None:
-        """Write down what is run; a run that goes on must have the data that it began with."""
-        path = self.folder / RUN_FILE
+        """A run that goes on must have the data that it began with."""
         if self.resume:
-            before = json.loads(path.read_text(encoding="utf-8")).get("data", {}).get("fingerprint")
+            document = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+            before = document.get("data", {}).get("fingerprint")
             if before is not None and before != data.fingerprint:
                 raise ValueError(f"{self.folder} was begun with other data: the examples have changed since")
+
+    def _begin(self, data: TaskData) -> None:
+        """Write down what is run. Nothing is written before: what is wrong with settings has been found by now."""
+        if self.rollbacks:
+            return
+        if self.overwrite and self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.sweep()
         document = {
             **self.plan.document(),
             "data": {"fingerprint": data.fingerprint, "facts": dict(data.facts)},
             "versions": {"latte": latte.__version__, **{name: version(name) for name in VERSIONS_OF}},
         }
-        write_json(path, document)
+        write_json(self.folder / RUN_FILE, document)
         (self.folder / RESULT_FILE).unlink(missing_ok=True)
 
     def _attempt(self, arguments: TrainingArguments, data: TaskData, interrupts: Interrupts) -> Result:
@@ -167,6 +182,10 @@ class Run:
         memory.skipped = sorted(self.skipped)
         model = make_model(self.settings, data, checkpoint and checkpoint.path)
         model.to(self.device)  # pyright: ignore[reportArgumentType] - it is typed for quantized models
+        objective = self._make_objective(model, data)
+        if wants_lora(self.settings.trainable):
+            add_lora(model, self.settings.lora_rank, self.settings.seed, checkpoint and checkpoint.path)
+        on_main(lambda: self._begin(data))
         parameters = count_parameters(model)
         self.display.note("{all:,} parameters, of which {trainable:,} learn".format(**parameters))
         if self.settings.parallel == "fsdp" and world_size() > 1:
@@ -179,8 +198,7 @@ class Run:
         )
         self.order = Order(len(data.train), self.settings.batch_size, self.settings.seed, memory.skipped)
         engine = Engine(
-            model, arguments, self.settings, data, self.objective or objective_for(data.head), self.order, memory,
-            session.after_step,
+            model, arguments, self.settings, data, objective, self.order, memory, session.after_step
         )  # fmt: skip
         torch.set_float32_matmul_precision("high" if self.settings.tf32 else "highest")  # Accelerate may have chosen
         self.display.begin(self.task.name, self.settings.steps, memory.step)
@@ -190,6 +208,14 @@ class Run:
         finally:
             self.display.end()
             records.close()
+
+    def _make_objective(self, model: PreTrainedModel, data: TaskData) -> Objective:
+        if self.settings.teacher == "none":
+            return self.objective or objective_for(data.head)
+        if data.head != "causal-lm":
+            raise ValueError(f"teacher is {self.settings.teacher}, but {self.task.name} is no task of language models")
+        teacher = make_teacher(self.settings, model, data, self.device)
+        return Distillation(self.settings, model, teacher, self.device)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume and not self.rollbacks:
@@ -272,6 +298,17 @@ class Run:
         shutil.rmtree(partial, ignore_errors=True)
         engine.save_weights(partial, weights)
         replace_folder(partial, self.folder / "model")
+
+
+def check_learning(settings: RunSettings) -> None:
+    """Raise ValueError for what cannot learn so, before any work is done."""
+    check_distillation(settings)
+    if settings.frozen_dtype == "bf16" and settings.precision != "bf16":
+        raise ValueError(f"frozen_dtype is bf16 and precision {settings.precision}; it needs --precision bf16")
+    if wants_lora(settings.trainable):
+        if settings.parallel == "fsdp":
+            raise ValueError("trainable has lora and parallel is fsdp, which do not go together; use --parallel ddp")
+        check_peft()
 
 
 def read_memory(checkpoint: Checkpoint | None) -> Memory:

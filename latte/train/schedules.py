@@ -1,7 +1,6 @@
 """The optimiser and how its rate goes."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from latte.train.settings import RunSettings
-
-TRAINABLE = {"all": r"", "latents": r"latent_query|latent_key|mixer", "norms": r"norm"}
-"""Names of sets of parameters, as regular expressions of parameters' names."""
 
 
 def rate_at(step: int, settings: RunSettings) -> float:
@@ -37,21 +33,6 @@ def resume_scheduler(scheduler: LambdaLR, step: int) -> None:
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler.last_epoch, scheduler._last_lr = step, rates
-
-
-def choose_trainable(model: nn.Module, trainable: str) -> None:
-    """Freeze all parameters but those whose names `trainable` finds; raises ValueError where it finds none."""
-    try:
-        pattern = re.compile(TRAINABLE.get(trainable, trainable))
-    except re.error as error:
-        raise ValueError(f"trainable is {trainable!r}, which is no regular expression: {error}") from error
-    chosen = 0
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(bool(pattern.search(name)))
-        chosen += parameter.requires_grad
-    if not chosen:
-        names = ", ".join(name for name, _ in list(model.named_parameters())[:3])
-        raise ValueError(f"trainable is {trainable!r}, and no parameter is called so; they are called {names} …")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from latte.train.checkpoints import Checkpoints, point_to
 from latte.train.distributed import any_process, gather_objects, on_main, world_size
 from latte.train.engine import Engine, Memory
 from latte.train.evaluation import collapsed_heads, evaluate, usage_curves, write_samples
-from latte.train.guards import Interrupts, LossWatch
+from latte.train.guards import Interrupts, LossWatch, StepLoss
 from latte.train.progress import Display
 from latte.train.records import Records
 from latte.train.settings import RunSettings
@@ -72,7 +72,7 @@ class Session:
         self._logged_at = self.memory.step
         self._collapsed: set[tuple[str, int]] = set()
 
-    def after_step(self, engine: Engine, step: int, loss: Tensor, gradient: Tensor) -> None:
+    def after_step(self, engine: Engine, step: int, loss: StepLoss, gradient: Tensor) -> None:
         settings = self.settings
         self.watch.add(step, loss, gradient)
         self.display.advance(step)
@@ -116,6 +116,10 @@ class Session:
         seconds = self.clock.lap()
         values = {
             "loss": sum(reading.loss for reading in readings) / len(readings),
+            **{
+                f"{part}_loss": sum(reading.parts[part] for reading in readings) / len(readings)
+                for part in readings[0].parts
+            },
             "gradient_norm": readings[-1].gradient,
             "learning_rate": engine.lr_scheduler.optimizer.param_groups[0]["lr"],
             "tokens_per_second": self.tokens(step - self._logged_at) / max(seconds, 1e-9),

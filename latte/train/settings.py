@@ -26,11 +26,29 @@ class RunSettings:
     # ruff: noqa: RUF009 - `setting` is `field` with a help text
 
     output: Path = setting(Path("run"), "Folder for everything that the run writes.")
-    preset: str = setting("macchiato-tiny", "A named model to train from random weights.")
+    preset: str | None = setting("macchiato-tiny", "A named model to train from random weights.")
     model: Path | None = setting(None, "A folder with a model to go on from, in place of a preset.")
     words: Mapping[str, Any] = field(default_factory=dict, metadata={"help": "Words of LatteConfig to replace."})
     trainable: str = setting(
-        "all", "What learns: all, latents (latent_query, latent_key, mixer), norms, or a regular expression of names."
+        "all",
+        "What learns, with commas between: all, latents (latent_query, latent_key, mixer), norms, lora (beside the "
+        "source's projections in a converted model), or regular expressions of names.",
+    )
+    lora_rank: int = setting(8, "Rank of LoRA; its alpha is twice as much.")
+    frozen_dtype: Literal["auto", "fp32", "bf16"] = setting(
+        "auto", "Of matrices that do not learn, computing in bf16; auto is bf16 for those that lose nothing by it."
+    )
+
+    teacher: str = setting(
+        "none",
+        "Whom to learn from: source (what the model was converted from), a folder with a language model, or none.",
+    )
+    loss_weight: float = setting(1.0, "Weight of the loss of the next token, beside a teacher.")
+    distill_logits: float = setting(0.0, "Weight of the divergence of the teacher's next tokens from the model's.")
+    distill_temperature: float = setting(1.0, "What logits are divided by for that divergence.")
+    distill_layers: float = setting(0.0, "Weight of the error of converted layers' outputs, relative to the teacher's.")
+    distill_inputs: Literal["teacher", "student"] = setting(
+        "teacher", "What layers read when they are compared: what the teacher's do, or what comes to them."
     )
 
     steps: int = setting(1000, "Steps of the optimiser.")
@@ -76,17 +94,18 @@ class RunSettings:
     max_rollbacks: int = setting(3, "How often to go back before giving up.")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "keep"):
+        for name in ("steps", "batch_size", "log_every", "keep", "lora_rank"):
             check(name, getattr(self, name), least=1)
         for name in ("micro_batch_size", "eval_every", "eval_batch_size", "save_every"):
             if getattr(self, name) is not None:
                 check(name, getattr(self, name), least=1)
         for name in ("warmup_steps", "readers", "eval_examples", "sample_tokens", "max_rollbacks", "weight_decay"):
             check(name, getattr(self, name) or 0, least=0)
-        for name in ("gradient_clip", "explosion", "final_rate"):
+        for name in ("gradient_clip", "explosion", "final_rate", "loss_weight", "distill_logits", "distill_layers"):
             check(name, getattr(self, name), least=0)
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
+        for name in ("learning_rate", "distill_temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -114,7 +133,7 @@ class RunSettings:
         budget["gradient_clip"] = budget["gradient_clip"] or 0.0
         own_model = given.get("preset", plan.preset) == plan.preset and given.get("model") is None
         words = {**(plan.model if own_model else {}), **given.get("words", {})}
-        chosen: dict[str, Any] = {"preset": plan.preset, **budget, **given, "words": words}
+        chosen: dict[str, Any] = {"preset": plan.preset, **budget, **plan.run, **given, "words": words}
         return cls(**chosen)
 
 

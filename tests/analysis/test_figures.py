@@ -4,31 +4,45 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from latte.analysis.figures import label_heights, nice_ceiling, svg_heat_map, svg_line_chart, text_heat_map
+from latte.analysis.figures import label_heights, nice_ceiling, short_number, svg_line_chart
 
 
-def test_text_heat_map_has_more_ink_for_more_probability():
-    assert text_heat_map([[1.0, 0.0], [0.01, 0.99]]) == "██  \n··██"
-
-
-def test_svg_heat_map_has_a_square_for_each_positive_entry():
-    picture = ElementTree.fromstring(svg_heat_map([[1.0, 0.0], [0.25, 0.75]], title="p(s|t) < 1"))
-    squares = [square for square in picture.iter("rect") if square.get("class") == "cell"]
-    assert [float(square.get("fill-opacity")) for square in squares] == pytest.approx([1, 0.5, 0.866])
-    assert squares[1].find("title").text == "p(s=0 | t=1) = 0.250"
-
-
-def test_svg_line_chart_draws_larger_values_higher():
-    chart = svg_line_chart(
-        [1, 2, 4], {"linear": [1, 1, 1], "quadratic": [1, 2, 4]}, title="cost", x_label="tokens", y_label="µs"
-    )
-    flat, rising = [
-        [float(point.split(",")[1]) for point in polyline.get("points").split()]
-        for polyline in ElementTree.fromstring(chart).iter("polyline")
+def lines(chart):
+    """The points of each line, and all texts."""
+    picture = ElementTree.fromstring(chart)
+    found = [
+        [tuple(map(float, point.split(","))) for point in polyline.get("points").split()]
+        for polyline in picture.iter("polyline")
     ]
-    assert flat[0] == flat[2] == rising[0]
-    assert rising[0] > rising[1] > rising[2]  # y points down
-    assert rising[0] - rising[1] == pytest.approx((rising[1] - rising[2]) / 2, abs=0.2)
+    return found, [text.text for text in picture.iter("text")], len(list(picture.iter("circle")))
+
+
+def test_larger_values_stand_higher_and_doubled_positions_at_equal_distances():
+    flat = [(1, 1), (2, 1), (4, 1)]
+    rising = [(1, 1), (2, 2), (4, 4)]
+    chart = svg_line_chart(
+        {"linear": flat, "quadratic": rising}, title="cost", x_label="tokens", y_label="µs", doubling=True
+    )
+    (first, second), texts, dots = lines(chart)
+    assert first[0][1] == first[2][1] == second[0][1]
+    assert second[0][1] > second[1][1] > second[2][1]  # y points down
+    assert second[0][1] - second[1][1] == pytest.approx((second[1][1] - second[2][1]) / 2, abs=0.2)
+    assert first[1][0] - first[0][0] == pytest.approx(first[2][0] - first[1][0], abs=0.2)
+    assert {"linear", "quadratic", "1", "2", "4", "tokens", "µs"} <= set(texts)
+    assert dots == 6
+
+
+def test_a_linear_axis_begins_at_zero():
+    (line,), texts, dots = lines(
+        svg_line_chart({"loss": [(100, 4), (200, 2), (400, 1)]}, title="l", x_label="x", y_label="y", dots=False)
+    )
+    assert line[1][0] - line[0][0] == pytest.approx((line[2][0] - line[1][0]) / 2, abs=0.2)
+    assert {"0", "80", "400"} <= set(texts)
+    assert dots == 0
+
+
+def test_short_numbers():
+    assert [short_number(x) for x in (0, 1024, 240_000, 2_400_000)] == ["0", "1,024", "240,000", "2.4M"]
 
 
 def test_labels_keep_their_distance():

@@ -24,7 +24,19 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["demo"], ["generate"], ["bench"], ["bench", "ops"], ["bench", "decode"], ["bench", "model"]],
+    [
+        [],
+        ["demo"],
+        ["generate"],
+        ["train"],
+        ["convert"],
+        ["evaluate"],
+        ["inspect"],
+        ["bench"],
+        ["bench", "ops"],
+        ["bench", "decode"],
+        ["bench", "model"],
+    ],
     ids=" ".join,
 )
 def test_every_command_has_help(arguments, capsys):
@@ -35,7 +47,11 @@ def test_every_command_has_help(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "listed"), [([], ["demo", "generate", "bench"]), (["bench"], ["ops", "decode", "model"])]
+    ("arguments", "listed"),
+    [
+        ([], ["demo", "train", "generate", "convert", "evaluate", "inspect", "bench"]),
+        (["bench"], ["ops", "decode", "model"]),
+    ],
 )
 def test_without_a_command_help_lists_the_commands(arguments, listed, capsys):
     assert main(arguments) == 0
@@ -67,28 +83,28 @@ def test_bad_usage_gives_one_line_with_the_value_and_the_remedy(arguments, named
 
 
 def test_value_error_from_below_gives_one_line(monkeypatch, capsys):
-    def refuse(**_):
+    def refuse(*_, **__):
         raise ValueError("window is 0\n  but must be at least 1")
 
-    monkeypatch.setattr("latte.analysis.tour.take_tour", refuse)
+    monkeypatch.setattr("latte.cli.demonstration.demonstrate", refuse)
     assert main(["demo", "--quick"]) == 2
     assert error_line(capsys) == "latte: error: window is 0 but must be at least 1\n"
 
 
 def test_a_defect_is_not_hidden(monkeypatch):
-    def break_down(**_):
+    def break_down(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("latte.analysis.tour.take_tour", break_down)
+    monkeypatch.setattr("latte.cli.demonstration.demonstrate", break_down)
     with pytest.raises(ZeroDivisionError):
         main(["demo", "--quick"])
 
 
 def test_interrupt_exits_with_130(monkeypatch):
-    def interrupt(**_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("latte.analysis.tour.take_tour", interrupt)
+    monkeypatch.setattr("latte.cli.demonstration.demonstrate", interrupt)
     assert main(["demo", "--quick"]) == 130
 
 

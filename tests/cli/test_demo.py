@@ -1,9 +1,11 @@
-"""`latte demo`: what it prints and the report it writes."""
+"""`latte demo`: what it prints, the report it writes, and the model it leaves."""
 
 import json
 import re
 from contextlib import redirect_stderr, redirect_stdout
+from html import unescape
 from io import StringIO
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,8 +16,9 @@ from latte.cli import main
 class Shown(NamedTuple):
     """What one run of the demo left behind."""
 
-    out: str
+    story: dict
     err: str
+    path: Path
     report: str
 
 
@@ -23,54 +26,78 @@ class Shown(NamedTuple):
 def shown(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "report.html"
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        assert main(["demo", "--quick", "--output", str(path)]) == 0
-    return Shown(out.getvalue(), err.getvalue(), path.read_text(encoding="utf-8"))
+        assert main(["demo", "--quick", "--json", "--output", str(path)]) == 0
+    return Shown(json.loads(out.getvalue()), err.getvalue(), path, path.read_text(encoding="utf-8"))
 
 
 def test_report_has_every_part(shown):
-    report = shown.report
-    assert re.findall(r"<h2>(.*?)</h2>", report) == [
-        "Attention is a probability",
-        "Cut = whole",
-        "Linear time",
-        "Constant memory",
+    assert re.findall(r"<h2>(.*?)</h2>", shown.report) == [
+        "It learns",
+        "It writes",
+        "Constant time and memory",
+        "Its latents",
     ]
-    assert report.count("<svg") == 4  # three heat maps and a curve
-    assert "prefers-color-scheme: dark" in report
+    outside, _, inside = shown.report.partition("<iframe")
+    assert outside.count("<svg") == 2
+    assert "prefers-color-scheme: dark" in outside
+    page = unescape(inside)
+    assert "<!doctype html>" in page.lower()
+    assert "model.layers.3.attention" in page
 
 
 def test_report_loads_nothing_from_elsewhere(shown):
-    assert not re.search(r"https?://|<script|<link|<img|@import|url\(", shown.report)
+    outside, _, _ = shown.report.partition("<iframe")  # the page within is tested on its own
+    assert not re.search(r"https?://|<script|<link|<img|@import|url\(", outside)
 
 
-def test_results_go_to_stdout_and_progress_to_stderr(shown):
-    assert "rows sum to 1" in shown.out
-    assert "Macchiato" in shown.out
-    assert "report.html" not in shown.out
-    assert "report.html" in shown.err
+def test_numbers_are_those_of_the_run(shown):
+    story, folder = shown.story, shown.path.with_suffix("")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validation = [record for record in records if record["split"] == "validation"]
+    assert story["lesson"]["validation"] == [[record["tokens"], record["loss"]] for record in validation]
+    assert story["lesson"]["bits_per_byte"] == validation[-1]["bits_per_byte"]
+    assert f"{story['lesson']['bits_per_byte']:.2f} bits per byte" in shown.report
+    assert story["lesson"]["steps"] == 12
+    assert story["writing"]["state_bytes_before"] == story["writing"]["state_bytes_after"]
+    macchiato, transformer = story["costs"]
+    assert len(set(macchiato["cache_bytes"])) == 1
+    assert transformer["cache_bytes"] == sorted(set(transformer["cache_bytes"]))
+    assert min(macchiato["milliseconds"] + transformer["milliseconds"]) > 0
 
 
-def test_json_is_one_document_that_tells_the_truth(tmp_path, capsys):
-    path = tmp_path / "report.html"
-    assert main(["demo", "--quick", "--json", "--output", str(path)]) == 0
-    tour = json.loads(capsys.readouterr().out)
-    assert tour["report"] == str(path)
-    assert {reading["name"] for reading in tour["readings"]} == {"Latte", "Window", "Macchiato"}
-    for reading in tour["readings"]:
-        assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in reading["weights"])
-    assert all(cut["largest_difference"] < 1e-5 for cut in tour["cuts"])
-    short, long = (step for step in tour["steps"] if step["name"] == "Latte")
-    assert short["context"] < long["context"]
-    assert short["state_bytes"] == long["state_bytes"]
+def test_the_model_goes_on(shown, capsys):
+    assert main(["generate", shown.story["model"], "--prompt", "import", "--max-new-tokens", "3", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
+
+
+def test_progress_goes_to_stderr(shown):
+    assert "step 12" in shown.err
+    assert str(shown.path) in shown.err
+
+
+def test_the_story_is_printed(shown, capsys):
+    from latte.analysis.report import Costs, Lesson, Story, Writing
+    from latte.cli.demo import print_story
+
+    story = shown.story
+    costs = [Costs(**costs) for costs in story["costs"]]
+    print_story(
+        Story(Lesson(**story["lesson"]), Writing(**story["writing"]), story["contexts"], costs, story["setting"])
+    )
+    printed = capsys.readouterr().out
+    assert "macchiato-tiny" in printed
+    assert f"{costs[1].cache_bytes[-1]:,}" in printed
+    assert story["setting"] in printed
 
 
 def test_output_in_a_missing_directory_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("latte.analysis.tour.take_tour", lambda **_: pytest.fail("work began"))
+    monkeypatch.setattr("latte.cli.demonstration.demonstrate", lambda *_, **__: pytest.fail("work began"))
     path = tmp_path / "nowhere" / "report.html"
     assert main(["demo", "--output", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
 
 
-def test_output_that_is_a_directory_is_refused(tmp_path, capsys):
-    assert main(["demo", "--output", str(tmp_path)]) == 2
+@pytest.mark.parametrize("name", ["", "report"])
+def test_output_that_is_no_file_to_be_is_refused(name, tmp_path, capsys):
+    assert main(["demo", "--output", str(tmp_path / name) if name else str(tmp_path)]) == 2
     assert "--output" in capsys.readouterr().err

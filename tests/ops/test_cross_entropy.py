@@ -112,7 +112,7 @@ def test_only_what_needs_gradients_gets_them(wanted, reduction):
 
 
 def test_without_gradients_their_work_is_not_done(monkeypatch):
-    monkeypatch.setattr(logit_chunks, "_accumulate", lambda *_: pytest.fail("the weight's gradient was computed"))
+    monkeypatch.setattr(logit_chunks, "accumulate", lambda *_: pytest.fail("the weight's gradient was computed"))
     hidden, weight, targets = make_inputs()
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, targets)
@@ -273,7 +273,7 @@ def test_memory_is_far_below_the_logits(dtype, monkeypatch):
 )
 def test_chunks_on_other_devices_are_few_and_bounded(tokens, vocabulary, count):
     hidden = torch.empty((tokens, 1), device="meta")
-    chunks = list(logit_chunks._chunks(hidden, vocabulary))
+    chunks = list(logit_chunks.chunks(hidden, vocabulary))
     assert len(chunks) == count
     assert (chunks[0].start, chunks[-1].stop >= tokens) == (0, True)
     assert all(first.stop == second.start for first, second in pairwise(chunks))

@@ -8,13 +8,13 @@ from torch import nn
 
 from latte.train import RunSettings
 from latte.train.schedules import (
-    choose_trainable,
     make_optimizer,
     make_scheduler,
     parameter_groups,
     rate_at,
     resume_scheduler,
 )
+from latte.train.trainable import choose_trainable
 
 SETTINGS = {"steps": 100, "warmup_steps": 10, "learning_rate": 2.0}
 

@@ -70,6 +70,7 @@ def other(name: str, value: object) -> object:
     if isinstance(value, float):
         return value / 2 if value else 0.5
     texts = {"trainable": "norms", "schedule": "linear", "precision": "bf16", "device": "cpu", "parallel": "fsdp"}
+    texts |= {"frozen_dtype": "fp32", "teacher": "source", "distill_inputs": "student"}
     rest = {"on_nan": "rollback", "words": {"window": 3}, "track": ("none",), "preset": "latte", "output": Path("a")}
     return (texts | rest)[name]
 
