@@ -1,7 +1,7 @@
 """What `latte generate` does: load a model, read a prompt in chunks, write what comes next."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from latte.models import PRESETS, LatteConfig, LatteForCausalLM
+from latte.models.cache import cache_bytes
 
 BYTES = 256
 TOKENIZER_FILES = (
@@ -164,7 +165,7 @@ def read(loaded: Loaded, tokens: Tensor, chunk: int, progress: Callable[[int, in
             wait(loaded.model.device)
             progress(done, total)
     wait(loaded.model.device)
-    return Reading(tokens, cache, total, time.perf_counter() - start if total else 0.0, state_bytes(cache))
+    return Reading(tokens, cache, total, time.perf_counter() - start if total else 0.0, cache_bytes(cache))
 
 
 class Writer(BaseStreamer):
@@ -224,27 +225,12 @@ def continue_text(
     seconds = time.perf_counter() - start
     between = writer.times[-1] - writer.times[0] if len(writer.times) > 1 else seconds
     rate = max(len(writer.times) - 1, 1) / between
-    return Continuation(writer.tokens, writer.text, seconds, rate, state_bytes(output.past_key_values))
+    return Continuation(writer.tokens, writer.text, seconds, rate, cache_bytes(output.past_key_values))
 
 
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def state_bytes(cache: Any) -> int:
-    """Bytes of all tensors that the cache's layers hold."""
-    if cache is None:
-        return 0
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in tensors(list(vars(layer).values())))
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from tensors(part)
 
 
 def document(name: str, loaded: Loaded, reading: Reading, written: Continuation) -> dict[str, Any]:

@@ -250,6 +250,20 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
+def cache_bytes(cache: Cache | None) -> int:
+    """Bytes of all tensors that a cache's layers hold, ours or Transformers' own."""
+    held = (x for layer in (() if cache is None else cache.layers) for x in _tensors_in(list(vars(layer).values())))
+    return sum(x.numel() * x.element_size() for x in held)
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _tensors_in(part)
+
+
 def save_cache(cache: Cache, path: str | Path, config: LatteConfig) -> None:
     """Write the states of all layers as safetensors: a prefix that was read once need not be read again."""
     named: dict[str, Tensor] = {}

@@ -1,11 +1,11 @@
 """Learning from a teacher: its logits, and what its attention layers give out.
 
-The student's states are seen by hooks, so that it runs as it would without a teacher: compiled, in DDP's wrapping, and
-with activations that are computed again in the backward pass. The hooks do nothing in evaluation.
+States are seen by hooks, so that the student runs as it would without a teacher: compiled, in DDP's wrapping, and with
+activations that are computed again in the backward pass. The student's hooks do nothing in evaluation.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,28 +29,33 @@ class Lesson:
     """What a teacher has shown of one batch."""
 
     hidden: Tensor  # [B T C], the last one
-    inputs: list[Tensor] = field(default_factory=list)  # of the attention layers that are compared
-    outputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor]  # of the attention layers that are compared; empty where nobody reads them
+    outputs: list[Tensor]
 
 
 class Teacher:
-    """Computes a lesson; `layers` are the names of the attention modules to be compared."""
+    """Computes a lesson; `layers` are the attention modules to be compared, by name."""
 
-    def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
-        self.model = model
-        self._seen: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], *, with_inputs: bool) -> None:
+        self.model, self.with_inputs = model, with_inputs
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        see: Any = torch.compiler.disable(self._see)
         for module in layers.values():
-            module.register_forward_hook(self._see, with_kwargs=True)
+            module.register_forward_hook(see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._seen.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], output[0]))
+        self._outputs.append(output[0])
+        if self.with_inputs:
+            self._inputs.append(kwargs["hidden_states"])
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> Lesson:
         given = {name: batch[name] for name in INPUTS if name in batch}
         hidden = self.model.base_model(**given, use_cache=False).last_hidden_state
-        seen, self._seen = self._seen, []
-        return Lesson(hidden, [x for x, _ in seen], [y for _, y in seen])
+        lesson = Lesson(hidden, self._inputs, self._outputs)
+        self._inputs, self._outputs = [], []
+        return lesson
 
 
 class Student:
@@ -143,7 +148,7 @@ class Distillation(NextToken):
         if alone:
             check_reach(model, compared[0])
         self.student = Student(model, compared[0], settings.distill_inputs, alone)
-        self.teacher = Teacher(teacher, compared[1])
+        self.teacher = Teacher(teacher, compared[1], with_inputs=settings.distill_inputs == "teacher")
         self.parts: dict[str, Tensor] = {}
 
     def loss(self, model: nn.Module, batch: Batch, items: Tensor) -> Tensor:

@@ -192,6 +192,8 @@ class Run:
             shard(model, self.device)
         if self.settings.compile:
             compile_layers(model)
+            if isinstance(objective, Distillation):
+                compile_layers(objective.teacher.model)
         records = self._open_records(memory, resumed=checkpoint is not None)
         session = Session(
             self.task, data, self.settings, self.checkpoints, memory, records, self.display, interrupts, self.device

@@ -11,12 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from latte.convert import new_parameters, restore
+from latte.cli import main
+from latte.convert import convert, new_parameters, restore
 from latte.models import LatteConvertedForCausalLM
 from latte.tasks import task_class
+from latte.tasks.text import byte_tokenizer
 from latte.train import make_plan, read_metrics, run
 from latte.train.lora import SCALE, add_lora, merge
 from latte.train.trainable import choose_trainable, narrow_frozen
+from tests.convert.sources import make_source
 from tests.train import converted, tiny
 from tests.train.test_survival import Interrupter, assert_same_tensors
 
@@ -202,12 +205,6 @@ def test_the_papers_schedule_begins_from_a_model(model, tmp_path):
 
 def test_the_command(model, tmp_path, capsys):
     """From a converted folder with a tokenizer to a trained one that generates."""
-    from latte.cli import main
-    from latte.tasks.text import byte_tokenizer
-    from tests.convert.sources import make_source
-
-    from latte.convert import convert
-
     source = make_source("gemma3_text", vocab_size=257)
     folder, output = tmp_path / "model", tmp_path / "run"
     convert(source, window=8, num_latents=3).save_pretrained(folder)

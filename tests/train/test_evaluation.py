@@ -49,6 +49,21 @@ def test_some_examples_are_the_same_every_time():
     assert not torch.equal(batches[0][0], start)  # from all over, not from the beginning
 
 
+def test_examples_that_come_together_are_fetched_together():
+    class Together(tiny.Counting):
+        def __getitem__(self, index):
+            pytest.fail("one by one")
+
+        def __getitems__(self, indices):
+            return [tiny.Counting.__getitem__(self, index) for index in indices]
+
+    data = tiny.task().prepare()
+    examples = Together(7, 5)
+    batches = [batch["input_ids"] for batch, _ in evaluation_batches(examples, data, 0, 3)]
+    expected = torch.stack([tiny.Counting(7, 5)[index]["input_ids"] for index in range(7)])
+    assert torch.equal(torch.cat(batches), expected)
+
+
 def test_parts_of_a_loss_add_up():
     """Micro batches with different numbers of labels: the mean is over labels, not over micro batches."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from latte.train import Display, Diverged, read_metrics, run
-from latte.train.guards import RECENT, Interrupts, LossWatch
+from latte.train.guards import RECENT, Interrupts, LossWatch, Reading, StepLoss
 from latte.train.objective import NextToken
 from latte.train.order import Order
 from tests.train import tiny
@@ -22,7 +22,7 @@ def watch(losses: list[float], gradients: list[float] | None = None, **options) 
     made = LossWatch(**{"explosion": 10.0, "gradients_may_overflow": False} | options)
     for step, loss in enumerate(losses, start=1):
         gradient = 1.0 if gradients is None else gradients[step - 1]
-        made.add(step, torch.tensor(loss), torch.tensor(gradient))
+        made.add(step, StepLoss(torch.tensor(loss), {}), torch.tensor(gradient))
     made.read()
     return made
 
@@ -60,7 +60,7 @@ def test_explosion():
 
 def test_what_is_recent():
     made = watch([100.0] + [2.0] * RECENT)
-    made.add(0, torch.tensor(20.1), torch.tensor(1.0))
+    made.add(0, StepLoss(torch.tensor(20.1), {}), torch.tensor(1.0))
     with pytest.raises(Diverged):
         made.read()
 
@@ -71,6 +71,18 @@ def test_a_watch_goes_on():
     other.restore(json.loads(json.dumps(made.state())))
     assert other.take() == made.take()
     assert other.recent == made.recent
+
+
+def test_terms_of_a_loss_are_read_and_go_on_with_it():
+    made = LossWatch(10.0, gradients_may_overflow=False)
+    for step in (1, 2):
+        made.add(
+            step, StepLoss(torch.tensor(3.0), {"a": torch.tensor(1.0 * step), "b": torch.tensor(2.0)}), torch.ones(())
+        )
+    made.read()
+    other = LossWatch(10.0, gradients_may_overflow=False)
+    other.restore(json.loads(json.dumps(made.state())))
+    assert other.take() == [Reading(step, 3.0, 1.0, {"a": 1.0 * step, "b": 2.0}) for step in (1, 2)]
 
 
 class Poisoned(NextToken):

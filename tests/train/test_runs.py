@@ -269,6 +269,24 @@ def test_overwriting(tmp_path):
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+def test_what_fails_before_it_begins_leaves_nothing(tmp_path):
+    """Neither a folder that the next run would refuse, nor a run that is gone before there is another."""
+
+    class NoData(tiny.CountingTask):
+        def prepare(self, progress=None):
+            raise ValueError("there is no data")
+
+    output = tmp_path / "run"
+    for task, given in ((NoData(tiny.CountingSettings()), {}), (tiny.task(), {"trainable": "nobody"})):
+        with pytest.raises(ValueError, match=r"there is no data|no parameter is called"):
+            run(task, tiny.settings(output, **given))
+        assert not output.exists()
+    run(tiny.task(), tiny.settings(output, steps=3))
+    with pytest.raises(ValueError, match="there is no data"):
+        run(NoData(tiny.CountingSettings()), tiny.settings(output), overwrite=True)
+    assert (output / "model").is_dir()
+
+
 def test_resuming_with_other_settings(undisturbed):
     before = (undisturbed / "run.json").read_text()
     settings = tiny.settings(undisturbed, learning_rate=5.0, seed=4, log_every=7)

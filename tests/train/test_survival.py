@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -108,6 +110,43 @@ def test_a_signal_saves_and_ends(number, tmp_path, undisturbed):
     assert (output / "checkpoints/step-00000005/manifest.json").is_file()
     run(tiny.task(), tiny.settings(output), resume=True)
     assert_same_run(output, undisturbed)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from latte.train import Display, run
+from tests.train import tiny
+
+class Steps(Display):
+    def advance(self, done):
+        print(done, flush=True)
+
+settings = tiny.settings(Path(sys.argv[1]), steps=100_000, readers=2, save_every=50_000)
+result = run(tiny.task(), settings, display=Steps())
+sys.exit(128 + result.signal)
+"""
+
+
+def test_a_signal_to_all_processes_is_one_to_the_run(tmp_path):
+    """As a terminal's Ctrl-C and `timeout` send it: readers of examples get it too, and stay until they are not needed.
+
+    What is read after the signal is more than was read ahead: without its readers, the run would fail.
+    """
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", SCRIPT, str(output)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    home = Path(__file__).parents[2]
+    with subprocess.Popen(command, start_new_session=True, cwd=home, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "20":
+            assert process.poll() is None, process.stderr.read()
+        os.killpg(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert errors == ""
+    assert list((output / "checkpoints").glob("step-*/manifest.json"))
 
 
 def test_losses_between_records_are_not_lost(tmp_path):

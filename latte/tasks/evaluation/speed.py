@@ -1,7 +1,7 @@
 """Time of one more token, and bytes of the cache, after a context of some length."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.models.cache import cache_bytes
 from latte.tasks.evaluation.scoring import Scorer
 
 WARM_UP = 4
@@ -75,17 +76,3 @@ def random_tokens(scorer: Scorer, batch: int, length: int, seed: int) -> Tensor:
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes of all tensors that the cache's layers hold."""
-    held = (x for layer in cache.layers for x in tensors(list(vars(layer).values())))
-    return sum(x.numel() * x.element_size() for x in held)
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from tensors(part)
