@@ -3,9 +3,9 @@
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from latte.analysis.inspection import inspect_tokens
 from latte.analysis.page import render_page
@@ -16,6 +16,7 @@ from latte.models import LatteConfig, LatteForCausalLM
 from latte.tasks import TaskData, task_class
 from latte.tasks.evaluation.speed import decode_speed
 from latte.train import Display, make_plan, read_metrics, run
+from latte.train.quiet import quiet_transformers
 
 PEER = "transformer-tiny"
 TOKENIZER = "bpe:1024"  # a token is about three bytes, so that more text is read in the same time
@@ -33,8 +34,13 @@ def demonstrate(folder: Path, *, quick: bool, display: Display, note: Note) -> t
     """The story of a model trained in `folder`, and the page of its latents."""
     sizes = QUICK if quick else FULL
     lesson, text = learn(folder, quick=quick, display=display)
+    with quiet_transformers():
+        return look(folder, lesson, text, sizes, note)
+
+
+def look(folder: Path, lesson: Lesson, text: str, sizes: dict[str, Any], note: Note) -> tuple[Story, str]:
+    """Let the trained model write, time it and look inside."""
     loaded = generation.load(str(folder / "model"), "auto", "auto", 0, note)
-    logging.set_verbosity_error()
     note("writing")
     writing = write(loaded, sizes["written"])
     note(f"timing one more token after up to {sizes['contexts'][-1]:,}, beside {PEER}")

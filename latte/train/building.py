@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     TrainingArguments,
 )
-from transformers.utils import logging
 
 from latte.models import (
     LatteConfig,
@@ -117,8 +116,6 @@ def compile_layers(model: nn.Module) -> None:
 def make_arguments(settings: RunSettings, device: torch.device) -> TrainingArguments:
     """What Trainer is told; making them also makes processes that were launched together know each other."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # sharding is done here, by --parallel
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         max_steps=settings.steps,

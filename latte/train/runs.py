@@ -24,6 +24,7 @@ from latte.train.lora import add_lora, check_peft
 from latte.train.objective import Objective, objective_for
 from latte.train.order import Order
 from latte.train.progress import Display
+from latte.train.quiet import quiet_transformers
 from latte.train.records import MetricsFile, Records, open_trackers
 from latte.train.session import Session
 from latte.train.settings import RunPlan, RunSettings, differences
@@ -107,6 +108,10 @@ class Run:
         self.skipped: set[int] = set()
 
     def perform(self) -> Result:
+        with quiet_transformers():
+            return self._perform()
+
+    def _perform(self) -> Result:
         arguments = make_arguments(self.settings, self.device)
         on_main(self._check_folder)
         data = self._prepare()

@@ -1,0 +1,19 @@
+"""Transformers without its own remarks and progress bars, for as long as something else shows what happens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
