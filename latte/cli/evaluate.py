@@ -3,11 +3,12 @@
 import json as jsonlib
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from latte.cli.generate import require_transformers
 
 UNITS = {"K": 2**10, "M": 2**20}
 
@@ -133,8 +134,7 @@ def evaluate(
         batch_tokens=parse_length("--batch-tokens", batch_tokens), chunk=chunk, seed=seed,
     )  # fmt: skip
     check(settings, output, plot)
-    if find_spec("transformers") is None:
-        raise ValueError("models need Transformers, which is not installed; pip install 'latte-attention[models]'")
+    require_transformers()
     from latte.cli import evaluation, evaluation_tables
 
     if plot is not None:

@@ -2,7 +2,6 @@
 
 import json as jsonlib
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from latte.cli.generate import note, show_progress
+from latte.cli.generate import note, require_transformers, show_progress
 
 if TYPE_CHECKING:
     from latte.analysis.rows import AttentionRow
@@ -65,8 +64,7 @@ def inspect(
         raise ValueError(f"--output {output}: there is no directory {output.parent}; create it or name another file")
     kinds, numbers = parse_formats(formats), parse_layers(layers)
     given = (text, file)
-    if find_spec("transformers") is None:
-        raise ValueError("models need Transformers, which is not installed; pip install 'latte-attention[train]'")
+    require_transformers()
     from latte.analysis.files import replacing
     from latte.cli import inspecting
 

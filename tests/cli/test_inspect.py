@@ -8,7 +8,7 @@ import torch
 
 from latte.analysis.measures import measure
 from latte.analysis.rows import attention_row, trace
-from latte.cli import inspect, inspecting, main
+from latte.cli import inspecting, main
 from latte.models import LatteConfig, LatteForCausalLM
 from tests.cli.test_command import error_line
 
@@ -178,6 +178,6 @@ def test_softmax_attention_longer_than_memory_is_refused(monkeypatch, capsys):
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(inspect, "find_spec", lambda name: None)
+    monkeypatch.setattr("latte.cli.generate.find_spec", lambda name: None)
     assert main(["inspect", "latte-tiny", "--text", "x"]) == 2
     assert "pip install 'latte-attention[train]'" in error_line(capsys)
