@@ -2,6 +2,7 @@
 
 import json as jsonlib
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,8 @@ def demo(
     if not output.suffix:
         raise ValueError(f"--output {output}: give it an ending, such as {output}.html; the model goes into {output}")
     require_transformers()
+    if find_spec("accelerate") is None:
+        raise ValueError("training needs Accelerate, which is not installed; pip install 'latte-attention[train]'")
     from latte.analysis.files import replacing
     from latte.analysis.report import render_report
     from latte.cli.demonstration import demonstrate

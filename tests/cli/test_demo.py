@@ -101,3 +101,10 @@ def test_output_in_a_missing_directory_is_refused_before_any_work(tmp_path, monk
 def test_output_that_is_no_file_to_be_is_refused(name, tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path / name) if name else str(tmp_path)]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+def test_without_accelerate_the_error_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("latte.cli.demo.find_spec", lambda name: None)
+    assert main(["demo", "--quick", "--output", str(tmp_path / "report.html")]) == 2
+    assert "pip install 'latte-attention[train]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
