@@ -1,4 +1,6 @@
-"""Write docs/benchmarks.md and its plot from the results kept in benchmarks/results. `make docs` runs it.
+"""Write docs/benchmarks.md, docs/experiments.md and their pictures from the results kept in benchmarks/results.
+
+`make docs` runs it.
 
 python benchmarks/docs.py
 """
@@ -67,7 +69,7 @@ def main(results: Path = ROOT / "benchmarks" / "results", docs: Path = ROOT / "d
     """Write the page and the plot; the same results give the same files."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    from benchmarks import plots
+    from benchmarks import experiment_docs, plots
 
     found = {name: load(results / name) for name in SECTIONS if (results / name).is_file()}
     models = {name: load(results / name) for name in MODEL_SECTIONS if (results / name).is_file()}
@@ -75,6 +77,9 @@ def main(results: Path = ROOT / "benchmarks" / "results", docs: Path = ROOT / "d
     pictures = plots.draw_models({MODEL_SECTIONS[name]: document for name, document in models.items()}, docs)
     text = page(found, plotted) + model_page(models, pictures)
     (docs / "benchmarks.md").write_text(text, encoding="utf-8")
+    kept = {name: results / name for name in experiment_docs.FILES if (results / name).is_file()}
+    trained = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in kept.items()}
+    (docs / "experiments.md").write_text(experiment_docs.page(trained, docs), encoding="utf-8")
     return 0
 
 

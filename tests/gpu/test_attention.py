@@ -43,6 +43,20 @@ def test_against_float64(tokens: int) -> None:
         assert relative_error(actual, wanted) < 1e-2
 
 
+@pytest.mark.parametrize(("width", "latents"), [(16, 64), (32, 32), (32, 48), (32, 128), (64, 64), (256, 64)])
+def test_widths_and_latents(width: int, latents: int) -> None:
+    """Blocks of every shape: compilers have misread some of them."""
+    given = inputs(2, 512, width=width, latents=latents)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    dy = torch.randn_like(given[2])
+    y, expected = macchiato_attention(*given).y, macchiato_attention(*exact, backend="torch").y
+    assert relative_error(y, expected) < 1e-2
+    for actual, wanted in zip(
+        torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True
+    ):
+        assert relative_error(actual, wanted) < 2e-2
+
+
 def test_leaps_stay_finite() -> None:
     given = inputs(2, 512, scale=1e4)
     output = macchiato_attention(*given)

@@ -90,11 +90,13 @@ def make_plan(form: Form) -> Plan:
     block_l = min(64, max(16, triton.next_power_of_2(max(form.latents, 1))))
     if exact or widest > 128:
         block_l = min(block_l, 32)
+    # Triton 3.6 misreads means of 64 latents by 32 channels: wrong outputs, then an illegal access.
+    narrowest = 64 if block_l == 64 else 16
     shared = {
         "HEADS": form.heads,
         "NUM": max(form.latents, 1),
         "WIDTH": form.width,
-        "BD": max(16, triton.next_power_of_2(form.width)),
+        "BD": max(narrowest, triton.next_power_of_2(form.width)),
         "BL": block_l,
         "PACKED": form.packed,
         "PRECISION": "tf32x3" if exact else "tf32",

@@ -96,11 +96,11 @@ class LanguageModelling(Task[LanguageModellingSettings]):
         self, vocabulary: Vocabulary, text: PreparedText, train: Spans, validation_text: PreparedText, validation: Spans
     ) -> TaskData:
         return TaskData(
-            train=self._windows(text, train, "training"),
-            validation=self._windows(validation_text, validation, "validation"),
+            train=self._windows(text, train, vocabulary, "training"),
+            validation=self._windows(validation_text, validation, vocabulary, "validation"),
             head="causal-lm",
             model=model_words(vocabulary),
-            fingerprint=self._fingerprint(text, validation_text),
+            fingerprint=self._fingerprint(text, validation_text, vocabulary),
             tokens_per_example=self.settings.context,
             tokenizer=vocabulary.tokenizer,
             prompts=self._prompts(vocabulary, TokenStream(validation_text, validation)),
@@ -111,8 +111,10 @@ class LanguageModelling(Task[LanguageModellingSettings]):
             },
         )
 
-    def _windows(self, text: PreparedText, spans: Spans, part: str) -> Windows:
-        windows = Windows(TokenStream(text, spans), self.settings.context, self.settings.documents == "separate")
+    def _windows(self, text: PreparedText, spans: Spans, vocabulary: Vocabulary, part: str) -> Windows:
+        begin = vocabulary.prefix[0] if vocabulary.prefix else None
+        stream, separate = TokenStream(text, spans), self.settings.documents == "separate"
+        windows = Windows(stream, self.settings.context, separate, begin)
         if not len(windows):
             more = "held_out, or name a validation text" if part == "validation" else "the text"
             raise ValueError(
@@ -121,7 +123,7 @@ class LanguageModelling(Task[LanguageModellingSettings]):
             )
         return windows
 
-    def _fingerprint(self, text: PreparedText, validation_text: PreparedText) -> str:
+    def _fingerprint(self, text: PreparedText, validation_text: PreparedText, vocabulary: Vocabulary) -> str:
         chosen = self.settings
         split = None if chosen.validation else [self.seed, chosen.held_out]
         contents = [
@@ -129,6 +131,7 @@ class LanguageModelling(Task[LanguageModellingSettings]):
             for prepared in (text, validation_text)
         ]
         what = [contents, text.manifest["tokenizer"]["sha256"], chosen.context, chosen.documents, split]
+        what += ["windows begin", *vocabulary.prefix] if vocabulary.prefix else []
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def _prompts(self, vocabulary: Vocabulary, stream: TokenStream) -> tuple[str, ...]:

@@ -97,11 +97,12 @@ class Windows:
     """Window i is tokens i × context to (i + 1) × context of a stream; what is left at its end belongs to none.
 
     Labels are the tokens themselves: models look one ahead. Where documents are `separate`, positions begin anew with
-    each, and no label asks for a document's first token, which nothing before it foretells.
+    each, and no label asks for a document's first token, which nothing before it foretells. A token to `begin` with
+    takes the place of each window's first one: models that know texts to begin so are lost without it.
     """
 
-    def __init__(self, stream: TokenStream, context: int, separate: bool) -> None:
-        self.stream, self.context, self.separate = stream, context, separate
+    def __init__(self, stream: TokenStream, context: int, separate: bool, begin: int | None = None) -> None:
+        self.stream, self.context, self.separate, self.begin = stream, context, separate, begin
 
     def __len__(self) -> int:
         return len(self.stream) // self.context
@@ -116,6 +117,8 @@ class Windows:
             if not 0 <= index < len(self):
                 raise IndexError(f"window {index} of {len(self)}")
             self.stream.read(index * self.context, row)
+        if self.begin is not None:
+            tokens[:, 0] = self.begin
         rows = torch.from_numpy(tokens)
         if not self.separate:
             return [{"input_ids": row, "labels": row} for row in rows]

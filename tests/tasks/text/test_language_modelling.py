@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from tokenizers import processors
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -246,3 +247,19 @@ def test_a_few_steps_learn(tmp_path: Path) -> None:
         optimizer.zero_grad()
     after = chosen.measure(model, batch)["loss"]
     assert after[0] < 0.8 * before[0]
+
+
+def test_windows_begin_as_the_tokenizer_has_texts_begin(tmp_path: Path) -> None:
+    """A model that was trained with a first token of its own is lost where a window begins without it."""
+    plain = task(tmp_path).prepare()
+    tokenizer = plain.tokenizer
+    assert tokenizer is not None
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    pipeline = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    pipeline.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = task(tmp_path, tokenizer=str(tmp_path / "tokenizer")).prepare()
+    for examples in (data.train, data.validation):
+        assert {example["input_ids"][0].item() for example in examples} == {begin}
+    assert data.fingerprint != plain.fingerprint

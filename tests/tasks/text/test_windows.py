@@ -77,6 +77,17 @@ def test_windows_by_index_by_batch_and_by_loader_are_the_same(tmp_path: Path) ->
         assert {name: value.tolist() for name, value in loaded.items()} == {k: v.tolist() for k, v in batch.items()}
 
 
+def test_a_beginning_takes_the_place_of_each_first_token(tmp_path: Path) -> None:
+    text = write(tmp_path, [5, 4])
+    stream = TokenStream(text, all_documents(text))
+    plain, begun = Windows(stream, 4, separate=True), Windows(stream, 4, separate=True, begin=77)
+    assert len(begun) == 2
+    for before, after in ((plain[index], begun[index]) for index in range(len(begun))):
+        assert after["input_ids"].tolist() == [77, *before["input_ids"][1:].tolist()]
+        assert after["labels"][1:].tolist() == before["labels"][1:].tolist()  # nothing asks for the first one
+        assert after["position_ids"].tolist() == before["position_ids"].tolist()
+
+
 def test_other_windows_than_there_are(tmp_path: Path) -> None:
     text = write(tmp_path, [7])
     windows = Windows(TokenStream(text, all_documents(text)), 3, separate=False)
