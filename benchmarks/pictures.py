@@ -1,10 +1,10 @@
 """One picture of lines, the same bytes for the same numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Lines = dict[str, Sequence[Sequence[float]]]
+Lines = Mapping[str, Sequence[Sequence[float]]]
 
 
 def draw_lines(lines: Lines, path: Path, across: str, up: str, scale: str = "linear", base: str = "") -> bool:

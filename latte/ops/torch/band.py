@@ -1,14 +1,17 @@
-"""The window's share of one tile: softmax over the band of positions near each token, forward and backward.
+"""The window's share of a stretch of tiles: softmax over the band of positions near each token, forward and backward.
 
-Axes: N batch × value heads, G query heads per value head, C tokens of the tile, S positions its windows reach.
+Axes: R tiles × batch × value heads, G query heads per value head, C tokens of a tile, S positions its windows reach.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from latte.ops.torch.latents import softmax, stack
+from latte.ops.torch.latents import stack
+
+Room = Callable[[str, tuple[int, ...]], Tensor]  # a buffer of that name and shape, to be filled
 
 
 class Band(NamedTuple):
@@ -25,6 +28,11 @@ class Band(NamedTuple):
         last = end + self.offset
         return first, last if self.causal else min(self.length, last + self.window - 1)
 
+    def reach(self, start: int, end: int) -> tuple[int, int]:
+        """How many positions of the span come before token `start`, and how many there are."""
+        first, last = self.span(start, end)
+        return start + self.offset - first, last - first
+
     def hidden(self, start: int, end: int, device: torch.device) -> Tensor:
         """[C S] True where a position lies outside a token's window."""
         first, last = self.span(start, end)
@@ -34,27 +42,47 @@ class Band(NamedTuple):
         return outside | (distance < 0 if self.causal else distance <= -self.window)
 
 
-def band_weights(q: Tensor, k: Tensor, hidden: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """softmax_s(cap(q_t·k_s)) and the cap's slope; q [N G C E] comes scaled, k [N S E], hidden [N or 1, C, S]."""
-    scores = torch.bmm(stack(q), k.transpose(1, 2)).view(*q.shape[:3], k.shape[1])
+def band_weights(
+    q: Tensor, k: Tensor, limit: Tensor, softcap: float, room: Room, *, may_be_empty: bool
+) -> tuple[Tensor, Tensor | None]:
+    """softmax_s(cap(q_t·k_s)) and the cap's slope; q [R G C E] comes scaled, k [R S E].
+
+    limit [R or 1, C, S] is −inf where a position is hidden, else inf. With all of them hidden, weights are 0.
+    """
+    shape = (*q.shape[:3], k.shape[1])
+    scores = room("scores", shape)
+    torch.bmm(stack(q), k.transpose(1, 2), out=stack(scores))
     slope = None
     if softcap:
-        bend = torch.tanh(scores / softcap)
-        slope = 1 - bend * bend
-        scores = softcap * bend
-    return softmax(scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)), slope
+        scores.div_(softcap).tanh_()
+        slope = 1 - scores * scores
+        scores *= softcap
+    limit = limit.unsqueeze(1)
+    torch.minimum(scores, limit, out=scores)
+    weights = torch.softmax(scores, dim=3, out=room("weights", shape))
+    if may_be_empty:
+        weights.masked_fill_(limit.amax(dim=3, keepdim=True) < 0, 0.0)
+    return weights, slope
 
 
 def band_backward(
-    weights: Tensor, slope: Tensor | None, share: Tensor | None, products: Tensor, q: Tensor, k: Tensor
+    weights: Tensor, slope: Tensor | None, share: Tensor | None, products: Tensor, q: Tensor, k: Tensor, room: Room
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq scaled, dk) and h_0 = Σ_s a_ts dy_t·v_s, for products = dy·v [N G C S] and share p(0|t)."""
-    h = (weights * products).sum(dim=3, keepdim=True)
-    dscores = weights * (products - h)
+    """Gradients (dq scaled, dk) and h_0 = Σ_s a_ts dy_t·v_s, for products = dy·v [R G C S] and share p(0|t).
+
+    Uses up the products, and leaves the weights times the share.
+    """
+    h = torch.mul(weights, products, out=room("scores", tuple(products.shape))).sum(dim=3, keepdim=True)
     if share is not None:
-        dscores = dscores * share
+        weights *= share
+    dscores = products.sub_(h).mul_(weights)
     if slope is not None:
-        dscores = dscores * slope
-    rows = stack(dscores)
-    dq = torch.bmm(rows, k).view_as(q)
-    return dq, torch.bmm(rows.transpose(1, 2), stack(q)), h
+        dscores *= slope
+    dq = torch.bmm(stack(dscores), k).view_as(q)
+    return dq, span_product(dscores, q, room), h
+
+
+def span_product(weights: Tensor, x: Tensor, room: Room) -> Tensor:
+    """Σ_t weights_ts x_t [R S X], for x [R G C X]: what positions get from the tokens whose windows they are in."""
+    out = room("spans", (x.shape[0], weights.shape[3], x.shape[3]))
+    return torch.bmm(stack(weights).transpose(1, 2), stack(x), out=out)

@@ -1,43 +1,46 @@
-"""Causal mixture of latents and window over a batch of sequences: one walk over tiles forward, one back.
+"""Causal mixture of latents and window over a batch of sequences: one walk over stretches of tiles forward, one back.
 
 The walk carries the latents' state (Z, M) forward, and the gradients that flow into it backward; only inputs are
-needed for the latter, the states before each tile are computed anew. Work space is one tile, plus those states.
+needed for the latter, the states before each stretch are computed anew. Work space is one stretch, plus those states.
 """
 
 import torch
 from torch import Tensor
 
-from latte.ops.torch.band import band_backward
+from latte.ops.torch.band import band_backward, span_product
 from latte.ops.torch.gradients import Gradients
-from latte.ops.torch.latents import latent_tile_backward, next_mean, stack
-from latte.ops.torch.walk import Inputs, Options, Walk
+from latte.ops.torch.latents import KeyTiles, LatentTiles, latent_tiles_backward, means, stack
+from latte.ops.torch.walk import Inputs, Options, Stretch, Walk
+
+State = tuple[Tensor, Tensor]
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """y and the state after the last token; without latents the state is empty."""
     walk = Walk(inputs, options)
     y = inputs.v.new_empty((walk.batch, walk.tokens, walk.heads, walk.width))
-    has_latents, has_window = inputs.k is not None, inputs.window_q is not None
     log_norm, mean = walk.state()
-    for start, end in (tile for tiles in walk.plan() for tile in tiles):
-        v = walk.load_values(inputs.v, start, end, walk.empty)
-        tile, following = walk.latents(start, end, log_norm) if has_latents else (None, log_norm)
-        out = None
-        if has_window:
-            weights, _, _, here = walk.window_weights(start, end)
-            if tile is not None:
-                weights = weights * tile.p[..., :1]
-                weights[..., here] += _causal(torch.matmul(tile.u, tile.e.transpose(2, 3)))
-            out = torch.bmm(stack(weights), walk.near_values(start, end))
-        if tile is not None:
+    for at in (stretch for entry in walk.plan() for stretch in entry):
+        v = walk.load_values(inputs.v, at, walk.empty)
+        keys = tile = out = None
+        if inputs.k is not None:
+            keys = walk.load_keys(at, log_norm)
+            tile = walk.load_latents(at, keys)
+        if inputs.window_q is not None:
+            weights, _, _, here = walk.window_weights(at)
+            if keys is not None and tile is not None:
+                weights *= tile.p[..., :1]
+                weights[..., here] += _scores(walk, keys, tile)
+            out = torch.bmm(stack(weights), walk.load_span(walk.values, at, "values"))
+        if keys is not None and tile is not None:
             if out is None:
-                out = torch.bmm(stack(_causal(torch.matmul(tile.u, tile.e.transpose(2, 3)))), v)
-            out = out.view(walk.rows, walk.groups, end - start, walk.width)
-            out += torch.matmul(tile.u * tile.before, mean)
-            mean = next_mean(tile, mean, v)
+                out = torch.bmm(stack(_scores(walk, keys, tile)), v)
+            states = means(keys, mean, v)
+            past = torch.matmul(tile.u * keys.before, states[:-1].flatten(0, 1))
+            out = past.add_(out.view_as(past))
+            log_norm, mean = keys.norms[-1], states[-1]
         assert out is not None
-        walk.store(y, out, start, end)
-        log_norm = following
+        walk.store(y, out, at)
     if walk.empty is not None:
         y.masked_fill_(walk.empty[..., None, None], 0.0)
     return y, *walk.unstack(log_norm, mean)
@@ -50,77 +53,78 @@ def backward(
     walk = Walk(inputs, options)
     grads = Gradients(walk)
     plan = walk.plan()
-    has_window = inputs.window_q is not None
     if walk.empty is not None:
         dy = dy.masked_fill(walk.empty[..., None, None], 0.0)
-    states, last = _tile_states(walk, plan)
-    carry, carry_h = _carry_from_state(walk, last, dlog_norm, dmean)
-    for tiles, at_start in zip(reversed(plan), reversed(states), strict=True):
-        for (start, end), (log_norm, mean) in zip(
-            reversed(tiles), reversed(_states_within(walk, tiles, at_start)), strict=True
-        ):
-            pull = walk.load(dy, start, end)
-            v = walk.load_values(inputs.v, start, end, walk.empty)
-            tile = walk.latents(start, end, log_norm)[0] if inputs.k is not None else None
-            scores = None if tile is None else _causal(torch.matmul(tile.u, tile.e.transpose(2, 3)))
-            h = None
-            if has_window:
-                weights, slope, (q, keys), here = walk.window_weights(start, end)
-                span_v = walk.near_values(start, end)
-                products = torch.bmm(stack(pull), span_v.transpose(1, 2)).view_as(weights)
-                share = None if tile is None else tile.p[..., :1]
-                dq, dkeys, h = band_backward(weights, slope, share, products, q, keys)
-                grads.add_window(start, end, dq * options.scale, dkeys)
-                if scores is not None and share is not None:
-                    weights = weights * share
-                    weights[..., here] += scores
-                grads.add_span_values(start, end, torch.bmm(stack(weights).transpose(1, 2), stack(pull)))
-                products = products[..., here]
-            else:
-                products = torch.bmm(stack(pull), v.transpose(1, 2)).view(*pull.shape[:3], end - start)
-                assert scores is not None
-                grads.add_values(start, end, torch.bmm(stack(scores).transpose(1, 2), stack(pull)))
-            if tile is not None:
-                part = latent_tile_backward(
-                    tile, mean, v, pull, _causal(products), h, carry, carry_h, options.undirected
-                )
-                grads.add_latents(start, end, part.logits, part.k)
-                grads.add_values(start, end, part.v)
-                carry, carry_h = part.carry, part.carry_h
+    states, last = _states(walk, plan)
+    carry = _carry_from_state(last, dlog_norm, dmean)
+    for entry, at_start in zip(reversed(plan), reversed(states), strict=True):
+        before = [at_start]
+        for at in entry[:-1]:
+            before.append(_advance(walk, at, before[-1]))
+        for at, state in zip(reversed(entry), reversed(before), strict=True):
+            carry = _stretch_backward(walk, grads, at, state, dy, carry)
+    carry, carry_h = carry
     return grads.finish((carry * walk.state()[1]).sum(dim=-1) - carry_h, carry)
 
 
-def _causal(square: Tensor) -> Tensor:
-    return square.tril_()
+def _stretch_backward(walk: Walk, grads: Gradients, at: Stretch, state: State, dy: Tensor, carry: State) -> State:
+    """Add the gradients of a stretch; the carry is what flows into the state after it, then before it."""
+    inputs, options = walk.inputs, walk.options
+    pull = walk.load(dy, at)
+    v = walk.load_values(inputs.v, at, walk.empty)
+    keys = tile = scores = h = None
+    if inputs.k is not None:
+        keys = walk.load_keys(at, state[0])
+        tile = walk.load_latents(at, keys)
+        scores = _scores(walk, keys, tile)
+    if inputs.window_q is not None:
+        weights, slope, (q, window_keys), here = walk.window_weights(at)
+        all_products = walk.products(pull, at)
+        products = all_products[..., here] * walk.past(at.size)
+        share = None if tile is None else tile.p[..., :1]
+        dq, dkeys, h = band_backward(weights, slope, share, all_products, q, window_keys, walk.room)
+        grads.add_window(at, dq.mul_(options.scale), dkeys)
+        if scores is not None:
+            weights[..., here] += scores
+        grads.add_span_values(at, span_product(weights, pull, walk.room))
+    else:
+        assert scores is not None
+        products = torch.bmm(stack(pull), v.transpose(1, 2)).view_as(scores).mul_(walk.past(at.size))
+        grads.add_values(at, torch.bmm(stack(scores).transpose(1, 2), stack(pull)))
+    if keys is None or tile is None:
+        return carry
+    mean = means(keys, state[1], v)[:-1].flatten(0, 1)
+    part = latent_tiles_backward(keys, tile, mean, v, pull, products, h, *carry, options.undirected)
+    grads.add_latents(at, part.logits, part.k)
+    grads.add_values(at, part.v)
+    return part.carry, part.carry_h
 
 
-def _tile_states(walk: Walk, plan: list[list[tuple[int, int]]]):
+def _scores(walk: Walk, keys: KeyTiles, tile: LatentTiles) -> Tensor:
+    """Σ_l p(l|t) p(s|l,t) for the tokens of the same tile, [R G C C]."""
+    return torch.matmul(tile.u, keys.e.transpose(2, 3)).mul_(walk.past(tile.u.shape[2]))
+
+
+def _states(walk: Walk, plan: list[list[Stretch]]) -> tuple[list[State], State]:
     """The latents' state before each entry of the plan, and after the last."""
     state = walk.state()
     states = []
-    for tiles in plan:
+    for entry in plan:
         states.append(state)
-        for start, end in tiles:
-            state = _step(walk, start, end, state)
+        for at in entry:
+            state = _advance(walk, at, state)
     return states, state
 
 
-def _states_within(walk: Walk, tiles: list[tuple[int, int]], state: tuple[Tensor, Tensor]):
-    """The state before each tile of one plan entry."""
-    states = [state]
-    for start, end in tiles[:-1]:
-        states.append(_step(walk, start, end, states[-1]))
-    return states
-
-
-def _step(walk: Walk, start: int, end: int, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _advance(walk: Walk, at: Stretch, state: State) -> State:
     if walk.inputs.k is None:
         return state
-    tile, log_norm = walk.latents(start, end, state[0])
-    return log_norm, next_mean(tile, state[1], walk.load_values(walk.inputs.v, start, end, walk.empty))
+    keys = walk.load_keys(at, state[0])
+    after = means(keys, state[1], walk.load_values(walk.inputs.v, at, walk.empty))
+    return keys.norms[-1].clone(), after[-1].clone()  # a view would keep the states of all tiles
 
 
-def _carry_from_state(walk: Walk, state, dlog_norm: Tensor | None, dmean: Tensor | None) -> tuple[Tensor, Tensor]:
+def _carry_from_state(state: State, dlog_norm: Tensor | None, dmean: Tensor | None) -> State:
     """Gradients into the final state, in the form of the carries: Σ r dy and Σ r h relative to its normaliser."""
     log_norm, mean = state
     carry = torch.zeros_like(mean) if dmean is None else dmean.to(mean.dtype).reshape_as(mean)

@@ -1,15 +1,15 @@
-"""Gradient buffers of one walk over tiles."""
+"""Gradient buffers of one walk."""
 
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from latte.ops.torch.walk import Walk
+from latte.ops.torch.walk import Stretch, Walk
 
 
 class Gradients:
-    """Buffers that tiles add to. Window keys and values are reached by several tiles, the rest by one."""
+    """Buffers that stretches of tiles add to. Window keys and values are reached by several tiles, the rest by one."""
 
     def __init__(self, walk: Walk):
         self.walk = walk
@@ -20,28 +20,35 @@ class Gradients:
         self.keys = None if walk.keys is None else torch.zeros_like(walk.keys, dtype=dtype)
         self.values = torch.zeros_like(walk.values, dtype=dtype)
 
-    def add_latents(self, start: int, end: int, dq: Tensor, dk: Tensor) -> None:
+    def add_latents(self, at: Stretch, dq: Tensor, dk: Tensor) -> None:
         assert self.q is not None
         assert self.k is not None
-        self.walk.store(self.q, dq, start, end)
-        self.walk.store(self.k, dk, start, end)
+        self.walk.store(self.q, dq, at)
+        self.walk.store(self.k, dk, at)
 
-    def add_window(self, start: int, end: int, dq: Tensor, dkeys: Tensor) -> None:
+    def add_window(self, at: Stretch, dq: Tensor, dkeys: Tensor) -> None:
         assert self.window_q is not None
         assert self.keys is not None
-        self.walk.store(self.window_q, dq, start, end)
-        self._add(self.keys, dkeys, *self.walk.band.span(start, end))
+        self.walk.store(self.window_q, dq, at)
+        self._add_spans(self.keys, dkeys, at)
 
-    def add_span_values(self, start: int, end: int, dv: Tensor) -> None:
-        self._add(self.values, dv, *self.walk.band.span(start, end))
+    def add_span_values(self, at: Stretch, dv: Tensor) -> None:
+        self._add_spans(self.values, dv, at)
 
-    def add_values(self, start: int, end: int, dv: Tensor) -> None:
-        offset = self.walk.band.offset
-        self._add(self.values, dv, start + offset, end + offset)
+    def add_values(self, at: Stretch, dv: Tensor) -> None:
+        self._add(self.values, dv, at, at.start + self.walk.band.offset)
 
-    def _add(self, target: Tensor, tile: Tensor, first: int, last: int) -> None:
-        heads, width = target.shape[2:]
-        target[:, first:last] += tile.view(self.walk.batch, heads, last - first, width).transpose(1, 2)
+    def _add_spans(self, target: Tensor, spans: Tensor, at: Stretch) -> None:
+        """Add what [R S X] holds for the windows of each tile: spans overlap, pieces as long as a tile do not."""
+        first, _ = self.walk.span(at)
+        for start in range(0, spans.shape[1], at.size):
+            self._add(target, spans[:, start : start + at.size], at, first + start)
+
+    def _add(self, target: Tensor, pieces: Tensor, at: Stretch, first: int) -> None:
+        """Add [R P X] to P positions of each tile; the first tile's begin at `first`."""
+        count = pieces.shape[1]
+        pieces = pieces.unflatten(0, (at.tiles, self.walk.batch, target.shape[2])).permute(1, 0, 2, 4, 3)
+        target[:, first : first + (at.tiles - 1) * at.size + count].unfold(1, count, at.size).add_(pieces)
 
     def finish(self, dlog_norm: Tensor | None, dmean: Tensor | None) -> dict[str, Tensor]:
         """All gradients by input name, those of the given state included; masked positions get 0.
