@@ -31,10 +31,14 @@ def shape(size: str) -> tuple[Entry, Entry, Entry]:
     )
 
 
-GOALS = {  # times the transformer's tokens per second
+Goals = dict[str, dict[int, float]]
+GOALS: Goals = {  # times the transformer's tokens per second, on a GPU
     TRAINING: {1024: 1.0, 16384: 1.5, 65536: 4.0},
     FIGURE: {16384: 1.2, 65536: 2.0},
 }
+CPU_GOALS: dict[str, Goals] = {"macchiato-tiny": {TRAINING: {4096: 1.5}}}  # of the demonstration's model
+MATRIX_SHARE, MATRIX_CONTEXT = 0.45, 1024  # of the GPU's matrix products, at this context
+MATRIX = 8192  # rows and columns of a large product
 
 
 class Case(NamedTuple):
@@ -53,6 +57,7 @@ class Plan:
         self.pair = Entry(options.model), Entry(options.peer, FLASH)
         self.shapes = [shape(size) for size in (("tiny",) if options.quick else ("2.6B", "400M"))]
         self.tables = [TABLES[part] for part in options.parts]
+        self.goals = GOALS if options.device == "cuda" else CPU_GOALS.get(options.model, {})
         for entry in self.pair:
             entry.config()  # raises for a preset that does not exist, before any work
 
@@ -68,7 +73,7 @@ class Plan:
 
     def goal(self, table: str, ours: Entry, context: int) -> float | None:
         judged = table == TRAINING or ours == self.shapes[0][0]
-        return GOALS.get(table, {}).get(context) if judged else None
+        return self.goals.get(table, {}).get(context) if judged else None
 
     def _judged(self) -> Iterator[Case]:
         for table, ours, peer in self.compared():
@@ -99,6 +104,8 @@ def measure(run: Run) -> None:
     }  # fmt: skip
     if options.device == "cpu":
         run.facts["threads"] = torch.get_num_threads()
+    else:
+        run.facts["matrix_tflops"] = matrix_rate() / 1e12
     found: dict[Case, float] = {}
     places = {(case.table, case.entry.name, case.entry.by): place for place, case in enumerate(plan.cases())}
     for case in plan.cases():
@@ -115,7 +122,7 @@ def measure(run: Run) -> None:
             row.cells["context"],
         )
     )
-    run.add(*targets(run, plan, found))
+    run.add(*targets(run, plan, found), *matrix_targets(run, plan, found))
 
 
 def measure_case(run: Run, case: Case) -> tuple[Row, float | None]:
@@ -197,13 +204,32 @@ def clean(device: str) -> None:
 
 def targets(run: Run, plan: Plan, found: dict[Case, float]) -> Iterator[Row]:
     """Times the transformer's tokens per second, at every context."""
-    judged = run.options.device == "cuda" and not run.options.quick
+    judged = not run.options.quick
     for table, ours, peer in plan.compared():
         for context in run.options.contexts:
             what = f"{table}: {ours.name}, times the tokens per second of {peer.name}, {context:,} tokens a sequence"
             goal = plan.goal(table, ours, context)
             target = None if goal is None else Target(goal, at_least=True, unit="×", judged=judged)
             yield target_row(what, ratio_of(found, table, ours, peer, context), target)
+
+
+def matrix_rate() -> float:
+    """Operations per second of a large product in bfloat16: what a model could do at most."""
+    left, right = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    _, taken, _ = step_times(lambda: left @ right, "cuda", least=50)
+    return 2 * MATRIX**3 / taken
+
+
+def matrix_targets(run: Run, plan: Plan, found: dict[Case, float]) -> Iterator[Row]:
+    """6 · parameters · tokens per second, as a share of the rate of large products that was measured beside it."""
+    ours, rate = plan.pair[0], run.facts.get("matrix_tflops")
+    speed = found.get(Case(TRAINING, ours, MATRIX_CONTEXT))
+    rows = (row.cells for row in run.report.rows if row.table == TRAINING and row.cells["model"] == ours.name)
+    size = next((cells["parameters_m"] for cells in rows if cells.get("parameters_m")), None)
+    if isinstance(rate, float) and isinstance(size, float) and speed is not None:
+        what = f"{TRAINING}: {ours.name}, 6 × parameters × tokens/s over the matrix rate, {MATRIX_CONTEXT:,} tokens"
+        target = Target(MATRIX_SHARE, at_least=True, judged=not run.options.quick)
+        yield target_row(what, 6e6 * size * speed / (1e12 * rate), target)
 
 
 def target_row(what: str, ratio: float | None, target: Target | None) -> Row:

@@ -203,6 +203,37 @@ def test_targets_of_models():
     assert judged == [(0.9, "≥ 1×", "missed"), (5.0, "≥ 4×", "ok"), (None, "≥ 2×", "skipped")]
 
 
+def test_the_share_of_matrix_products():
+    options = Namespace(
+        model="latte-r-swa++", peer="transformer++", parts=["training"], contexts=[1024], device="cuda", quick=False,
+        output=None,
+    )  # fmt: skip
+    run = program.Run("model", options, "", {"matrix_tflops": 600.0})
+    plan = model_suite.Plan(options)
+    found = {model_suite.Case(model_suite.TRAINING, plan.pair[0], 1024): 4e5}
+    assert not list(model_suite.matrix_targets(run, plan, found))  # nobody knows how large the model is
+    run.add(Row(model_suite.TRAINING, {"model": "latte-r-swa++", "by": "latte", "parameters_m": 150.0}))
+    (row,) = model_suite.matrix_targets(run, plan, found)
+    assert (row.cells["value"], row.target, row.status) == (pytest.approx(0.6), "≥ 0.45", "ok")
+
+
+def test_the_demonstrations_model_has_a_goal_on_a_cpu():
+    options = Namespace(
+        model="macchiato-tiny", peer="transformer-tiny", parts=["training"], contexts=[1024, 4096], device="cpu",
+        quick=False,
+    )  # fmt: skip
+    plan = model_suite.Plan(options)
+    found = {
+        model_suite.Case(model_suite.TRAINING, entry, 4096): speed
+        for entry, speed in zip(plan.pair, (3.2, 2.0), strict=True)
+    }
+    run = Namespace(options=options)
+    judged = [
+        (row.cells["value"], row.target, row.status) for row in model_suite.targets(run, plan, found) if row.target
+    ]
+    assert judged == [(1.6, "≥ 1.5×", "ok")]
+
+
 def test_targets_of_steps():
     run = Namespace(options=Namespace(device="cuda", quick=False, batches=[1, 8], contexts=[1024, 65536, 262144]))
     found = {(OURS, 1, 1024): 1.0, (OURS, 1, 65536): 1.02, (OURS, 1, 262144): 1.2}
