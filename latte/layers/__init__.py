@@ -11,7 +11,7 @@ from latte.layers.feedforward import GLU, MLP, make_feedforward
 from latte.layers.mixers import RGLRU, BlockDiagonal, ShortConvolution, make_mixer
 from latte.layers.norms import LayerNorm, RMSNorm, make_norm
 from latte.layers.positions import count_tokens, token_positions
-from latte.layers.softmax import SoftmaxState
+from latte.layers.softmax import SoftmaxRoom, SoftmaxState
 
 __all__ = [
     "GLU",
@@ -26,6 +26,7 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "ShortConvolution",
+    "SoftmaxRoom",
     "SoftmaxState",
     "count_tokens",
     "make_feedforward",

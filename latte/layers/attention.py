@@ -14,7 +14,7 @@ from latte.layers.norms import RMSNorm
 from latte.layers.positions import count_tokens, token_positions
 from latte.layers.rotary import apply_rotary, check_rotary
 from latte.layers.rotary import rotary as make_rotary
-from latte.layers.softmax import SoftmaxState, advance_softmax, softmax_attention
+from latte.layers.softmax import SoftmaxRoom, SoftmaxState, advance_softmax, extend_softmax_, softmax_attention
 from latte.ops import (
     LatteState,
     MacchiatoState,
@@ -36,7 +36,7 @@ class AttentionState(NamedTuple):
     """All that the past contributes to a layer; packed sequences have a row each in place of B."""
 
     mixer: Tensor | None  # RG-LRU's h [B C] in float32, or the convolution's last inputs [B K-1 C]
-    attention: LatteState | MacchiatoState | WindowState | SoftmaxState
+    attention: LatteState | MacchiatoState | WindowState | SoftmaxState | SoftmaxRoom
     position: Int[Tensor, " B"]  # real tokens seen, which is the next one's rotary position
 
 
@@ -211,7 +211,7 @@ class LatteAttention(nn.Module):
         for each row, 0 between calls, and one of all tokens: give some that stay, or the step makes its own.
         """
         self._check_arguments(x, state, mask, None)
-        if isinstance(state.attention, SoftmaxState) or not self.has_step:
+        if isinstance(state.attention, (SoftmaxState, SoftmaxRoom)) or not self.has_step:
             raise ValueError("a step in place needs causal attention with a window or latents; use stream")
         if counters is None:
             arrivals = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
@@ -226,6 +226,26 @@ class LatteAttention(nn.Module):
         )  # fmt: skip
         return self._merge_heads(y)
 
+    def extend_(
+        self,
+        x: Float[Tensor, "B T C"],
+        state: AttentionState,
+        seen: Int[Tensor, ""],
+        mask: Bool[Tensor, "B T"] | None = None,
+        rotary: Rotary | None = None,
+    ) -> Float[Tensor, "B T C"]:
+        """y of the next tokens of full attention, whose state is a `SoftmaxRoom` with `seen` tokens in it.
+
+        Keys and values are written there, and the position is advanced in place.
+        """
+        self._check_arguments(x, state, mask, None)
+        if not isinstance(state.attention, SoftmaxRoom) or not self.causal:
+            raise ValueError("to extend a state in place, attention must be full and causal, in a room; use stream")
+        q, k, v = self._scores(x, x, state, mask, None, None, rotary)
+        y = extend_softmax_(q, k, v, state.attention, seen, scale=self.scale, softcap=self.softcap, mask=mask)
+        state.position.add_(x.shape[1] if mask is None else mask.sum(dim=1))
+        return self._merge_heads(y)
+
     def _step_inputs(
         self, x: Tensor, state: AttentionState, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
@@ -238,14 +258,14 @@ class LatteAttention(nn.Module):
             weights = None if self.mixer is None else self.mixer.weights
             layers = ([LinearWeights(layer.weight, layer.bias) for layer in group] for group in (mixed, plain))
             logits, projected = input_step_(x, weights, state.mixer, *layers, mask=mask, backend=self.backend)
-            latent_q, latent_k = (y.unflatten(2, (self.num_heads, -1)) for y in logits)
-            v = projected[0].unflatten(2, (self.num_value_heads, -1))
+            latent_q, latent_k = self._latent_heads(*logits)
+            v = projected[0].unflatten(2, (-1, self.head_dim))
             q, k = [y.unflatten(2, (-1, self.window_head_dim)) for y in projected[1:]] or (None, None)
             return latent_q, latent_k, v, q, k
         source = inside = x if self.mixer is None or state.mixer is None else self.mixer.step_(x, state.mixer, mask)
         latent_q = latent_k = q = k = None
         if self.num_latents is not None:
-            latent_q, latent_k = (layer(inside).unflatten(2, (self.num_heads, -1)) for layer in mixed)
+            latent_q, latent_k = self._latent_heads(*(layer(inside) for layer in mixed))
             source = x
         elif self.mixer is not None:
             source = self.mixer_norm(inside)
@@ -292,9 +312,7 @@ class LatteAttention(nn.Module):
                 raise ValueError(f"state.attention is {type(past).__name__}; it must be a SoftmaxState")
             y = self._full_attention(q, k, v, past, mask, cu_seqlens)
             return y, advance_softmax(past, k, v, mask, cu_seqlens)
-        latent_q, latent_k = (
-            x.unflatten(2, (self.num_heads, -1)) for x in project(mixed, self.latent_query, self.latent_key)
-        )
+        latent_q, latent_k = self._latent_heads(*project(mixed, self.latent_query, self.latent_key))
         if self.feature_map is not None:
             features = cast(FeatureMap, self.feature_map)
             return linear_attention(latent_q, latent_k, self._values(x), feature_map=features, **options)
@@ -303,12 +321,17 @@ class LatteAttention(nn.Module):
         q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)
         return macchiato_attention(latent_q, latent_k, v, q, k, **window, **options)
 
+    def _latent_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of each head; how many there are is read off, for a rank of several has some of them."""
+        latents = cast(int, self.num_latents)
+        return q.unflatten(2, (-1, latents + (self.window is not None))), k.unflatten(2, (-1, latents))
+
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k = (y.unflatten(2, (-1, self.window_head_dim)) for y in project(x, self.query, self.key))
         return q, k
 
     def _values(self, x: Tensor) -> Tensor:
-        return self.value(x).unflatten(2, (self.num_value_heads, -1))
+        return self.value(x).unflatten(2, (-1, self.head_dim))
 
     def _merge_heads(self, y: Tensor) -> Tensor:
         return self.output(y.flatten(2))

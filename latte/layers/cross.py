@@ -1,14 +1,14 @@
 """Linear-time cross attention: a target token chooses a latent, and the latent has chosen among the source's tokens."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from latte.layers.attention import head_width, value_heads
 from latte.layers.checks import check_count
 from latte.layers.initialization import reset_linear
-from latte.ops import LatteState
-from latte.ops.checks import check_kind, check_mask, check_shape
+from latte.ops import LatteState, latte_attention
+from latte.ops.checks import check_cu_seqlens, check_kind, check_mask, check_shape
 from latte.ops.states import accumulation_dtype, merge
 
 
@@ -18,6 +18,9 @@ class CrossAttention(nn.Module):
     p(l|t) = softmax_l(latent_query(x_t)) and p(s|l) = softmax_s(latent_key(source_s)) know nothing of each other, so
     the source is summed up once, by `summarize`, in one mean of values per latent; a target token then costs the same
     however long the source was. `source_size` is the width of the source, by default the target's.
+
+    Several pairs may lie in one row: `cu_seqlens` are the bounds of the sources for `summarize`, and of as many targets
+    for the call; each target sees its own source.
     """
 
     def __init__(
@@ -57,32 +60,48 @@ class CrossAttention(nn.Module):
         source: Float[Tensor, "B S source"],
         mask: Bool[Tensor, "B S"] | None = None,
         state: LatteState | None = None,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
     ) -> LatteState:
         """All that the target will ever see of the source: log Σ_s exp(k_s) and Σ_s p(s|l) v_s, per head and latent.
 
         `mask` is True at the source's real tokens. `state` is the summary of what came before: a source may come in
-        pieces. Where no token is real, the means are 0.
+        pieces. Where no token is real, the means are 0. Packed sources have a row each.
         """
         check_shape("source", source, "B S C", (None, None, self.source_size))
         check_mask(mask, source.shape[0], source.shape[1])
+        check_cu_seqlens(cu_seqlens, source.shape[0])
         k = self.latent_key(source).unflatten(2, (self.num_heads, -1))
         v = self.value(source).unflatten(2, (self.num_value_heads, -1))
         with torch.autocast(source.device.type, enabled=False):
-            summary = _summarize(k, v, mask)
+            if cu_seqlens is None:
+                summary = _summarize(k, v, mask)
+            else:  # the state of attention among the source's tokens is what they have in common
+                summary = latte_attention(k, k, v, causal=False, mask=mask, cu_seqlens=cu_seqlens).state
         if state is None:
             return summary
         check_kind("state", state, LatteState)
         return merge(state, summary)
 
-    def forward(self, x: Float[Tensor, "B T C"], state: LatteState) -> Float[Tensor, "B T C"]:
+    def forward(
+        self,
+        x: Float[Tensor, "B T C"],
+        state: LatteState,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
+    ) -> Float[Tensor, "B T C"]:
         """y of target tokens, given `summarize(source)`; tokens do not see each other here."""
         check_shape("x", x, "B T C", (None, None, self.hidden_size))
         check_kind("state", state, LatteState)
-        check_shape("state.mean", state.mean, "B H L D", (x.shape[0], self.num_heads, self.num_latents, self.head_dim))
-        logits = self.latent_query(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        p = torch.softmax(logits, dim=-1, dtype=accumulation_dtype(logits)).to(logits.dtype)
-        y = p @ state.mean.to(p.dtype)
-        return self.output(y.transpose(1, 2).flatten(2))
+        rows = check_cu_seqlens(cu_seqlens, x.shape[0])
+        axes = "B H L D" if cu_seqlens is None else "N H L D"
+        check_shape("state.mean", state.mean, axes, (rows, self.num_heads, self.num_latents, self.head_dim))
+        logits = self.latent_query(x).unflatten(2, (self.num_heads, -1))
+        if cu_seqlens is None:
+            logits = logits.transpose(1, 2)
+            p = torch.softmax(logits, dim=-1, dtype=accumulation_dtype(logits)).to(logits.dtype)
+            y = (p @ state.mean.to(p.dtype)).transpose(1, 2)
+        else:
+            y = _read_packed(logits, state, cu_seqlens)
+        return self.output(y.flatten(2))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_latents={self.num_latents}, num_value_heads={self.num_value_heads}"
@@ -109,3 +128,13 @@ def _summarize(
     grouped = weights.permute(0, 2, 3, 1).reshape(batch, v.shape[2], -1, tokens)
     sums = (grouped @ v.transpose(1, 2).to(k.dtype)).view(batch, heads, latents, -1)
     return LatteState(torch.where(seen, peak + safe.log(), -torch.inf), sums / safe.unsqueeze(-1))
+
+
+def _read_packed(
+    logits: Float[Tensor, "one T H L"], state: LatteState, cu_seqlens: Int[Tensor, " bounds"]
+) -> Float[Tensor, "one T H D"]:
+    """Σ_l p(l|t) M_l with the means of t's own sequence: attention to a past, by tokens that add nothing to it."""
+    keys = torch.full_like(logits, -torch.inf, requires_grad=False)
+    values = logits.new_zeros((1, logits.shape[1], 1, state.mean.shape[3]))
+    with torch.autocast(logits.device.type, enabled=False):
+        return latte_attention(logits, keys, values, causal=False, state=state, cu_seqlens=cu_seqlens).y

@@ -18,6 +18,32 @@ class SoftmaxState(NamedTuple):
     valid: Bool[Tensor, "B S"] | None  # False at masked positions and in padding; None: all are real
 
 
+class SoftmaxRoom(NamedTuple):
+    """Keys and values of up to S positions, in tensors that stay where they are; a head's lie side by side."""
+
+    keys: Float[Tensor, "B Hv S E"]
+    values: Float[Tensor, "B Hv S D"]
+    valid: Bool[Tensor, "B S"]  # False at masked positions, and where nothing was written yet
+
+    @classmethod
+    def like(cls, state: SoftmaxState, positions: int) -> "SoftmaxRoom":
+        """An empty one of so many positions."""
+        batch, _, heads, width = state.keys.shape
+        keys = state.keys.new_zeros((batch, heads, positions, width))
+        values = state.values.new_zeros((batch, heads, positions, state.values.shape[3]))
+        return cls(keys, values, torch.zeros((batch, positions), dtype=torch.bool, device=keys.device))
+
+    def write_(self, place: Int[Tensor, " T"], new: SoftmaxState) -> None:
+        """Put T keys and values in their places."""
+        self.keys.index_copy_(2, place, new.keys.transpose(1, 2).to(self.keys.dtype))
+        self.values.index_copy_(2, place, new.values.transpose(1, 2).to(self.values.dtype))
+        self.valid.index_copy_(1, place, _all_or(new.valid, new.keys))
+
+    def state(self) -> SoftmaxState:
+        """The same keys and values, not copied, as `softmax_attention` takes them."""
+        return SoftmaxState(self.keys.transpose(1, 2), self.values.transpose(1, 2), self.valid)
+
+
 def softmax_attention(
     q: Float[Tensor, "B T H E"],
     k: Float[Tensor, "B T Hv E"],
@@ -78,6 +104,41 @@ def advance_softmax(
     return SoftmaxState(torch.cat([state.keys, k], dim=1), torch.cat([state.values, v], dim=1), valid)
 
 
+def extend_softmax_(
+    q: Float[Tensor, "B T H E"],
+    k: Float[Tensor, "B T Hv E"],
+    v: Float[Tensor, "B T Hv D"],
+    room: SoftmaxRoom,
+    seen: Int[Tensor, ""],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+) -> Float[Tensor, "B T H D"]:
+    """Causal `softmax_attention` of T tokens that are written behind the `seen` in `room`, and read there.
+
+    Of keys and values nothing is copied: heads that share them are further queries of one head. All of the room is
+    read, whatever `seen` is, so that a CUDA graph can be replayed as it grows.
+    """
+    batch, tokens, heads, width = q.shape
+    place = seen + torch.arange(tokens, device=q.device)
+    room.write_(place, advance_softmax(None, k, v, mask))
+    visible = room.valid[:, None, None]
+    if tokens > 1 or mask is not None:  # a masked token sees itself, so that no row is empty
+        order = torch.arange(visible.shape[3], device=q.device)
+        visible = (visible & (order <= place[:, None])) | (order == place[:, None])
+    shared = heads // k.shape[2]
+    if visible.shape[2] > 1:
+        visible = visible.repeat(1, 1, shared, 1)
+    q = q.transpose(1, 2).reshape(batch, k.shape[2], shared * tokens, width).to(room.keys.dtype)
+    if softcap is not None:
+        y = _capped(q, room.keys, room.values, scale, softcap, visible, triangle=False)
+    else:
+        y = F.scaled_dot_product_attention(q, room.keys, room.values, visible, scale=scale)
+    y = y.reshape(batch, heads, tokens, -1).transpose(1, 2).to(v.dtype)
+    return y if mask is None else y.masked_fill(~mask[..., None, None], 0.0)
+
+
 def _all_or(valid: Tensor | None, keys: Tensor) -> Tensor:
     return torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device) if valid is None else valid
 
@@ -119,8 +180,8 @@ def _capped(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float, visible: Tensor | None, triangle: bool
 ) -> Tensor:
     """Attention whose scores are softcap · tanh(score / softcap); PyTorch's kernels have no such cap."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(2, 3)
     scores = softcap * torch.tanh(scores.to(torch.promote_types(scores.dtype, torch.float32)) / softcap)
     if triangle:

@@ -23,6 +23,7 @@ from latte.layers.rotary import rotary
 from latte.models.cache import check_cache, state_layer
 from latte.models.checkpoint import loader_beside
 from latte.models.configuration import LatteConfig
+from latte.models.learned_positions import check_positions
 from latte.models.offload import weights_at_hand
 from latte.models.padding import Layout, find_layout
 from latte.models.rollback import Step
@@ -40,8 +41,8 @@ class LatteLayer(GradientCheckpointingLayer):
             config.hidden_size, config.num_heads, config.num_latents, head_dim=config.head_dim,
             num_value_heads=config.num_value_heads, window=config.window, window_head_dim=config.window_head_dim,
             mixer=config.mixer, conv_size=config.conv_size, mixer_blocks=config.mixer_blocks, causal=config.causal,
-            rope_theta=config.rope_parameters["rope_theta"], bias=config.bias, scale=config.scale,
-            softcap=config.softcap, feature_map=config.feature_map, backend=config.backend,
+            rope_theta=config.rope_parameters["rope_theta"] if config.has_scores else None, bias=config.bias,
+            scale=config.scale, softcap=config.softcap, feature_map=config.feature_map, backend=config.backend,
         )  # fmt: skip
         self.feedforward_norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
         self.feedforward = make_feedforward(
@@ -116,6 +117,12 @@ class LatteModel(LattePreTrainedModel):
             self._keep_in_fp32_modules_strict = ["a_param"]
         self.post_init()
 
+    def init_parallel_plans(self) -> None:
+        """Those of the settings, for the number of ranks that the model is loaded for."""
+        super().init_parallel_plans()
+        ranks = getattr(getattr(self.config, "distributed_config", None), "tp_size", None)
+        self._tp_plan |= self.config.tensor_parallel_plan(ranks or 1)
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -159,17 +166,15 @@ class LatteModel(LattePreTrainedModel):
         if positions is None and (self.config.has_scores or self.config.positions != "none"):
             before = None if cache is None else state_layer(cache, 0).position
             positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
-        x = self._add_positions(x, positions)
+        x = self._add_positions(x, positions, cache)
         angles = self.rotary_emb(x, positions) if self.config.has_scores else None
         for layer in self.layers:
             x = layer(x, mask=mask, cu_seqlens=cu_seqlens, rotary=angles, past_key_values=cache)
         return self.norm(x).reshape(shape)
 
-    def _add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _add_positions(self, x: Tensor, positions: Tensor, cache: Cache | None) -> Tensor:
         if self.config.positions == "learned":
-            limit = self.config.max_position_embeddings
-            if x.shape[1] > limit:
-                raise ValueError(f"there are {x.shape[1]} tokens and {limit} learned positions; shorten the input")
+            check_positions(positions, self.config.max_position_embeddings, cache)
             return x + self.embed_positions(positions)
         if self.config.positions == "sinusoidal":
             cos, sin = rotary(positions, x.shape[-1])

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     DynamicCache,
 )
 
-from latte.layers import AttentionOutput, AttentionState, LatteAttention, SoftmaxState
+from latte.layers import AttentionOutput, AttentionState, LatteAttention, SoftmaxRoom, SoftmaxState
 from latte.models.configuration import STATE_LAYER, LatteConfig
 from latte.models.rollback import Recording, Step, map_tensors
 from latte.ops import LatteState, MacchiatoState, WindowState
@@ -114,6 +114,10 @@ class StateLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
 
+    def movable_state(self) -> AttentionState | None:
+        """The state as a dynamic layer can hold it."""
+        return self.state
+
     @property
     def position(self) -> Tensor | None:
         """The number of real tokens read, for each row; None if none was."""
@@ -151,37 +155,72 @@ class StaticStateLayer(StateLayer):
         self.fresh = True
 
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
-        if self.state is not None and not self.fresh and attention.has_step and self._steps(step):
-            return attention.step_(step.x, self.state, step.mask, step.rotary, (self.arrivals, self.seen))
-        y, state = run(attention, step, None if self.fresh else self.state)
         tokens = step.x.shape[1]
+        if self.state is not None and not self.fresh:
+            if attention.has_step and self._steps(step):
+                return attention.step_(step.x, self.state, step.mask, step.rotary, (self.arrivals, self.seen))
+            if isinstance(self.state.attention, SoftmaxRoom) and attention.causal and step.cu_seqlens is None:
+                self._check_room(tokens)
+                y = attention.extend_(step.x, self.state, self.seen, step.mask, step.rotary)
+                self.seen.add_(tokens)
+                return y
+        y, state = run(attention, step, None if self.fresh else self._plain_state())
         if isinstance(state.attention, SoftmaxState):
-            state = state._replace(attention=self._room(state.attention, tokens))
+            state = state._replace(attention=self._fill_room(state.attention, tokens))
         self._store(state)
         self.fresh = False
         self.seen.add_(tokens)
         return y
 
-    def _room(self, new: SoftmaxState, tokens: int) -> SoftmaxState:
-        """The last `tokens` keys and values in their places among `max_cache_len`."""
+    def movable_state(self) -> AttentionState | None:
+        return self._plain_state(int(self.seen))
+
+    def _plain_state(self, positions: int | None = None) -> AttentionState | None:
+        """The state with, in place of a room, its first `positions` keys and values, by default all."""
+        if self.state is None or not isinstance(self.state.attention, SoftmaxRoom):
+            return self.state
+        held = self.state.attention.state()
+        return self.state._replace(attention=map_tensors(lambda x: x[:, :positions], held))
+
+    def _fill_room(self, new: SoftmaxState, tokens: int) -> SoftmaxRoom:
+        """The room, with the last `tokens` keys and values in their places."""
+        self._check_room(tokens)
+        if self.state is not None and isinstance(self.state.attention, SoftmaxRoom):
+            room = self.state.attention
+        else:
+            room = SoftmaxRoom.like(new, self.max_cache_len)
+        if self.fresh:  # what a text before has left, be it NaN, is gone
+            for x in room:
+                x.zero_()
         place = self.seen.to(new.keys.device) + torch.arange(tokens, device=new.keys.device)
-        valid = new.keys.new_ones(new.keys.shape[:2], dtype=torch.bool) if new.valid is None else new.valid
-        added = (*new[:2], valid)
-        room = [x.new_zeros((x.shape[0], self.max_cache_len, *x.shape[2:])) for x in added]
-        if not self.fresh and self.state is not None:
-            room = tensors(self.state.attention)
-        last = (x[:, x.shape[1] - tokens :] for x in added)
-        return SoftmaxState(*(x.index_copy(1, place, y) for x, y in zip(room, last, strict=True)))
+        room.write_(place, map_tensors(lambda x: x[:, x.shape[1] - tokens :], new))
+        return room
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise ValueError if there are too many, where the number of those before is known without waiting."""
+        if torch.compiler.is_compiling() or self.seen.device.type != "cpu":
+            return
+        if (needed := int(self.seen) + tokens) > self.max_cache_len:
+            raise ValueError(
+                f"the static cache has room for {self.max_cache_len} tokens and {needed} are read; "
+                f"make it with max_cache_len={needed} or more"
+            )
 
     def _store(self, state: AttentionState) -> None:
         if self.state is None:
             self._allocate(state)
             return
         for buffer, tensor in zip(tensors(self.state), tensors(state), strict=True):
-            buffer.copy_(tensor)
+            if buffer is not tensor:
+                buffer.copy_(tensor)
 
     def _allocate(self, state: AttentionState) -> None:
-        self.state = map_tensors(lambda x: x.clone(memory_format=torch.contiguous_format), state)
+        def copied(part: Any) -> Any:
+            if isinstance(part, SoftmaxRoom):  # is this layer's own already
+                return part
+            return map_tensors(lambda x: x.clone(memory_format=torch.contiguous_format), part)
+
+        self.state = AttentionState(*map(copied, state))
         self.seen = self.seen.to(state.position.device)
         self.arrivals = torch.zeros_like(state.position, dtype=torch.int32)
         self.is_initialized = True
@@ -270,7 +309,7 @@ def save_cache(cache: Cache, path: str | Path, config: LatteConfig) -> None:
     for index, layer in enumerate(_state_layers(cache, config)):
         if layer.state is None or (layer.recording is not None and layer.recording.cut):
             raise ValueError("the cache has read nothing, or tokens were taken back since; run the model on it first")
-        named.update(_named(layer.state, f"layers.{index}"))
+        named.update(_named(layer.movable_state(), f"layers.{index}"))
     metadata = {"model_type": config.model_type, "seen": str(int(cache.get_seq_length())), "shape": _shape(config)}
     save_file({name: tensor.contiguous() for name, tensor in named.items()}, path, metadata=metadata)
 

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 
 from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.configuration import LatteConfig
+from latte.models.learned_positions import check_text
 from latte.ops.cross_entropy import linear_cross_entropy
 
 
@@ -128,6 +129,8 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The model's next input. A generated token is real: its mask, which would grow, is left out."""
+        if getattr(self.config, "positions", "none") == "learned":
+            check_text(input_ids, attention_mask, self.config.max_position_embeddings)
         if next_sequence_length == 1 and not is_first_iteration:
             attention_mask = None
         return super().prepare_inputs_for_generation(

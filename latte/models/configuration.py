@@ -1,7 +1,7 @@
 """`LatteConfig`: every variant of the model as settings of one class."""
 
 import copy
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -76,7 +76,7 @@ class LatteConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     feedforward: str = "glu"
     activation: str | None = None  # "silu" in a glu, "gelu" in an mlp
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = field(default_factory=lambda: None)  # where there are scores
     positions: str = "none"
     max_position_embeddings: int | None = None
     logits_softcap: float | int | None = None
@@ -111,7 +111,14 @@ class LatteConfig(PreTrainedConfig):
         self.num_value_heads = value_heads(self.num_heads, self.num_value_heads)
         kwargs.pop("auto_map", None)  # how to find this class, which is found
         super().__post_init__(**kwargs)
-        self.base_model_tp_plan = self._tensor_parallel_plan()  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.has_scores:  # by which Transformers knows a model without rotary positions
+            del self.rope_parameters
+        self.base_model_tp_plan = self.tensor_parallel_plan()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rope_parameters" and self.has_scores:  # the window came later: `from_pretrained(…, window=64)`
+            return {"rope_type": "default", "rope_theta": self.default_theta}
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "LatteConfig":
@@ -125,13 +132,19 @@ class LatteConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: saved models carry a file that imports this package, in place of a copy of its code."""
 
-    def _tensor_parallel_plan(self) -> dict[str, str]:
-        """Feed-forward layers and projections are split; every rank gathers all heads, as mixers see all channels."""
-        projections = ["value", "output"]
+    def tensor_parallel_plan(self, ranks: int = 1) -> dict[str, str]:
+        """What each of `ranks` has of a model: its share of the heads, and of feed-forward and embeddings.
+
+        Mixers see all channels, so that every rank has them whole. Where heads cannot be dealt out evenly, projections
+        are split anyhow, and their outputs gathered.
+        """
+        whole_heads = not (self.num_heads % ranks or value_heads(self.num_heads, self.num_value_heads) % ranks)
+        projections = ["value"]
         projections += ["query", "key"] if self.has_scores else []
         projections += ["latent_query", "latent_key"] if self.num_latents is not None else []
-        plan = {"embed_tokens": "embedding_rowwise"}
-        plan |= {f"layers.*.attention.{name}": "colwise_gather_output" for name in projections}
+        inner, outer = ("colwise", "rowwise") if whole_heads else 2 * ("colwise_gather_output",)
+        plan = {"embed_tokens": "embedding_rowwise", "layers.*.attention.output": outer}
+        plan |= {f"layers.*.attention.{name}": inner for name in projections}
         if self.feedforward == "glu":
             plan["layers.*.feedforward.gate"] = "colwise"
         return plan | {"layers.*.feedforward.up": "colwise", "layers.*.feedforward.down": "rowwise"}
@@ -197,6 +210,12 @@ class LatteConfig(PreTrainedConfig):
             )
 
     def _check_rope(self) -> None:
-        share = (self.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+        given = getattr(self, "rope_parameters", None) or {}
+        kind = given.get("rope_type", "default")
+        if not self.has_scores and kind != "default":
+            raise ValueError(
+                f"rope_type is {kind!r} and latents have no rotary positions; set window, or leave rope_parameters out"
+            )
+        share = given.get("partial_rotary_factor") or 1.0
         if self.has_scores and share != 1.0:
             raise ValueError(f"partial_rotary_factor is {share}; it must be 1: rotary positions turn all channels")

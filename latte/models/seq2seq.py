@@ -19,10 +19,12 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from latte.layers import AttentionOutput, AttentionState, CrossAttention, count_tokens, make_norm, token_positions
+from latte.layers.positions import sequence_numbers
 from latte.models.backbone import LatteLayer, LatteModel, LattePreTrainedModel
 from latte.models.cache import StateLayer, check_cache
 from latte.models.causal_lm import LanguageHead, LatteForCausalLM
 from latte.models.configuration import LatteConfig
+from latte.models.learned_positions import check_text
 from latte.models.padding import find_layout
 from latte.models.rollback import Step
 from latte.models.unpacked import check_unpacked
@@ -41,6 +43,23 @@ class SourceReader(NamedTuple):
         before = None if state is None else state.position
         position = count_tokens(x.shape[0], x.shape[1], x.device, before=before, mask=mask)
         return AttentionOutput(x, AttentionState(None, summary, position))
+
+
+class Bounds(NamedTuple):
+    """cu_seqlens of pairs that are packed into a row of sources and a row of targets; None: one pair per row."""
+
+    targets: Tensor | None = None
+    sources: Tensor | None = None
+
+    @classmethod
+    def take(cls, arguments: dict[str, Any], cache: Cache | None) -> "Bounds":
+        """Those among `arguments`, by the names of flash attention, where queries are the target's."""
+        bounds = cls(arguments.pop("cu_seq_lens_q", None), arguments.pop("cu_seq_lens_k", None))
+        if (bounds.targets is None) != (bounds.sources is None):
+            raise ValueError("cu_seq_lens_q bounds the targets and cu_seq_lens_k the sources; give both, or none")
+        if bounds.targets is not None and cache is not None:
+            raise ValueError("packed pairs are read at once; leave past_key_values out, or give one pair per row")
+        return bounds
 
 
 class LatteDecoderLayer(LatteLayer):
@@ -62,17 +81,18 @@ class LatteDecoderLayer(LatteLayer):
         mask: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         past_key_values: EncoderDecoderCache | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - a tuple
     ) -> Tensor:
         x = self.attention_norm(hidden_states)
         if past_key_values is None:
-            y = self.attention(x, mask, rotary=rotary)
-            summary = self.cross_attention.summarize(source, source_mask)
+            y = self.attention(x, mask, bounds.targets, rotary=rotary)
+            summary = self.cross_attention.summarize(source, source_mask, cu_seqlens=bounds.sources)
         else:
             past = state_layer(past_key_values.self_attention_cache, self.layer_idx)
             y = past.advance(self.attention, Step(x, mask, None, rotary))
             summary = self._summary(past_key_values, source, source_mask)
         hidden_states = hidden_states + y
-        hidden_states = hidden_states + self.cross_attention(self.cross_norm(hidden_states), summary)
+        hidden_states = hidden_states + self.cross_attention(self.cross_norm(hidden_states), summary, bounds.targets)
         return hidden_states + self.feedforward(self.feedforward_norm(hidden_states))
 
     def _summary(self, cache: EncoderDecoderCache, source: Tensor | None, mask: Tensor | None) -> LatteState:
@@ -119,9 +139,11 @@ class LatteDecoder(OwnPlans, LatteModel):
         use_cache: bool | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - a tuple
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the next target tokens; the source is needed until the cache has its summaries."""
+        use_cache = use_cache and bounds.targets is None
         if past_key_values is None and use_cache and not self.training:
             past_key_values = make_cache(self.config)
         source_mask = None
@@ -130,23 +152,31 @@ class LatteDecoder(OwnPlans, LatteModel):
                 raise ValueError("there is no source; give input_ids, inputs_embeds or encoder_outputs")
             source_mask = find_layout(encoder_hidden_states, encoder_attention_mask).mask
         mask, _, positions, _ = find_layout(inputs_embeds, attention_mask, position_ids, cached=True)
-        x, angles = self._place(inputs_embeds, positions, mask, past_key_values)
+        x, angles = self._place(inputs_embeds, positions, mask, past_key_values, bounds.targets)
         for layer in self.layers:
-            x = layer(x, encoder_hidden_states, source_mask, mask=mask, rotary=angles, past_key_values=past_key_values)
+            x = layer(
+                x, encoder_hidden_states, source_mask, mask=mask, rotary=angles, past_key_values=past_key_values,
+                bounds=bounds,
+            )  # fmt: skip
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
         )
 
     def _place(
-        self, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: EncoderDecoderCache | None
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: EncoderDecoderCache | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """x with its positions added, and the rotary ones."""
         if not self.config.has_scores and self.config.positions == "none":
             return x, None
         if positions is None:
             before = None if cache is None else state_layer(cache.self_attention_cache, 0).position
-            positions = token_positions(x.shape[1], x.device, before=before, mask=mask)
-        x = self._add_positions(x, positions)
+            positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
+        x = self._add_positions(x, positions, cache)
         return x, self.rotary_emb(x, positions) if self.config.has_scores else None
 
 
@@ -186,13 +216,14 @@ class LatteEncoderDecoder(OwnPlans, LattePreTrainedModel):
         **kwargs: Any,
     ) -> Seq2SeqModelOutput:
         """Hidden states of the next target tokens; see `LatteForSeq2SeqLM`."""
+        bounds = Bounds.take(kwargs, past_key_values)
         check_unpacked(kwargs)
         if past_key_values is not None:
             check_pair(past_key_values, self.config)
         if encoder_outputs is None and not has_read(past_key_values):
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False,
-                **kwargs,
+                cu_seq_lens_q=bounds.sources, **kwargs,
             )  # fmt: skip
         if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
             raise ValueError("decoder_input_ids and decoder_inputs_embeds: give exactly one of them, or labels alone")
@@ -202,7 +233,7 @@ class LatteEncoderDecoder(OwnPlans, LattePreTrainedModel):
         outputs = self.decoder(
             decoder_inputs_embeds, attention_mask=decoder_attention_mask, position_ids=decoder_position_ids,
             past_key_values=past_key_values, use_cache=use_cache, encoder_hidden_states=source,
-            encoder_attention_mask=attention_mask, **kwargs,
+            encoder_attention_mask=attention_mask, bounds=bounds, **kwargs,
         )  # fmt: skip
         return Seq2SeqModelOutput(
             last_hidden_state=outputs.last_hidden_state, past_key_values=outputs.past_key_values,
@@ -257,9 +288,11 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
         `input_ids` are the source and `attention_mask` is 1 at its real tokens. Decoder inputs are by default the
         labels, moved one place to the right. As in `LatteForCausalLM`, training with labels leaves logits out unless
         `return_logits` is True. Once a cache has read the source, it need not be given again.
+
+        Pairs may be packed into a row of sources, bounded by `cu_seq_lens_k`, and one of targets, by `cu_seq_lens_q`.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, kwargs.get("cu_seq_lens_q"))
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask, decoder_position_ids=decoder_position_ids,
@@ -300,8 +333,8 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
     _fused_loss = LatteForCausalLM._fused_loss
     create_masks_for_generate = staticmethod(LatteForCausalLM.create_masks_for_generate)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Labels one place to the right, behind the start token; padding, −100, becomes `pad_token_id`."""
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Labels one place to the right, each behind the start token; padding, −100, becomes `pad_token_id`."""
         config = self.config
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if start is None:
@@ -310,6 +343,9 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
             )
         pad = start if config.pad_token_id is None else config.pad_token_id
         moved = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
+        if cu_seqlens is not None:
+            begins = sequence_numbers(cu_seqlens, labels.shape[1]).diff(prepend=cu_seqlens.new_tensor([-1])) != 0
+            moved = moved.masked_fill(begins, start)
         return moved.masked_fill(moved == -100, pad)
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -321,6 +357,8 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The model's next input. The source is left out once it has been read, and so is a mask that would grow."""
+        if self.config.positions == "learned":
+            check_text(input_ids, kwargs.get("decoder_attention_mask"), self.config.max_position_embeddings)
         if next_sequence_length == 1 and not is_first_iteration:
             kwargs.pop("decoder_attention_mask", None)
         if has_read(past_key_values):

@@ -1,5 +1,7 @@
 """Linear-time cross attention."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -155,3 +157,36 @@ def test_wrong_input():
     ):
         with pytest.raises(ValueError, match=text):
             CrossAttention(**{"hidden_size": 14, "num_heads": 7, **settings})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_pairs_are_as_they_are_alone(masked):
+    """Target i attends to source i, one of which is empty; gradients too, and sources in pieces."""
+    layer, noise = make_layer(), torch.Generator().manual_seed(3)
+    sources, targets = [0, 7, 7, 19], [0, 3, 5, 11]
+    x = torch.randn((1, targets[-1], HIDDEN), generator=noise, dtype=torch.float64).requires_grad_()
+    source = torch.randn((1, sources[-1], SOURCE), generator=noise, dtype=torch.float64).requires_grad_()
+    mask = torch.rand((1, sources[-1]), generator=noise) > 0.4 if masked else None
+    state = layer.summarize(source, mask, cu_seqlens=torch.tensor(sources))
+    y = layer(x, state, torch.tensor(targets))
+    alone = []
+    for (a, b), (c, d) in zip(pairwise(sources), pairwise(targets), strict=True):
+        own = None if mask is None else mask[:, a:b]
+        alone.append(layer(x[:, c:d], layer.summarize(source[:, a:b], own)))
+    expected = torch.cat(alone, dim=1)
+    assert_close(y, expected, **TIGHT)
+    assert_close(y[:, 3:5], layer.output.bias.expand(1, 2, -1), **TIGHT)
+    leaves, pull = [x, source, *layer.parameters()], torch.randn_like(y)
+    grads = torch.autograd.grad(y, leaves, pull)
+    assert_close(grads, torch.autograd.grad(expected, leaves, pull), rtol=1e-9, atol=1e-9)
+    twice = layer.summarize(source, mask, state, torch.tensor(sources))
+    assert_close(layer(x, twice, torch.tensor(targets)), y, **TIGHT)
+
+
+def test_packed_pairs_must_be_pairs():
+    layer, (x, source, _) = make_layer(), make_inputs()
+    state = layer.summarize(source[:1], cu_seqlens=torch.tensor([0, 4, S]))
+    with pytest.raises(ValueError, match=r"state.mean has shape \[2, 6, 7, 13\]; it must be \[N=3, H=6, L=7, D=13\]"):
+        layer(x[:1], state, torch.tensor([0, 1, 2, T]))
+    with pytest.raises(ValueError, match="packed sequences lie in one row"):
+        layer.summarize(source, cu_seqlens=torch.tensor([0, S]))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -17,6 +19,7 @@ from tests.models.forms import (
     make_config,
     make_model,
     make_tokens,
+    padded,
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
@@ -88,6 +91,80 @@ def test_a_static_state_stays_where_it_is(form):
     assert [tensor.data_ptr() for layer in cache.layers for tensor in tensors(layer.state)] == places
 
 
+class NewBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, other than views of what was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.count += x.numel() * x.element_size()
+        return output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("value_heads", [1, 3])
+def test_a_step_of_full_attention_copies_no_keys_and_values(value_heads, softcap):
+    """Per place of the cache there is an entry of a mask, or some scores, and never a key."""
+    made = []
+    for room in (64, 1064):
+        model = make_model("softmax", head_dim=64, num_value_heads=value_heads, softcap=softcap)
+        cache = StaticCache(config=model.config, max_cache_len=room)
+        model(make_tokens(1, LENGTH), past_key_values=cache)
+        with NewBytes() as new:
+            next_logits(model, None, cache)
+        made.append(new.count)
+    layers, heads, a_key = 2, 3, 64 * 4
+    allowed = 4 if softcap is None else 4 * (6 * heads + 1)  # the mask as numbers; scores on their way through the cap
+    assert (made[1] - made[0]) / 1000 / layers <= allowed < a_key
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_value_heads": 1}, {"softcap": 2.0, "num_value_heads": 1}], ids=str)
+@pytest.mark.parametrize("cuts", [[7], [7, 8, 9, 17]], ids=str)
+def test_full_attention_in_a_static_cache_is_that_in_a_dynamic_one(settings, cuts):
+    """With padding, read in pieces, into more room than is needed, and again after a text with NaN in its past."""
+    model = make_model("softmax", **settings)
+    ids, mask = padded(make_tokens(3, LENGTH), [LENGTH, 12, 5])
+    static = StaticCache(config=model.config, max_cache_len=29)
+    for cache in (static, static):
+        cache.reset()
+        dynamic = DynamicCache(config=model.config)
+        for start, stop in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+            a, b = (
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=past).logits
+                for past in (cache, dynamic)
+            )
+            real = mask[:, start:stop].bool()
+            torch.testing.assert_close(a[real], b[real], **CLOSE)
+        with torch.no_grad():
+            cache.layers[0].state.attention.keys.fill_(torch.nan)
+
+
+def test_packed_texts_go_on_in_a_static_cache():
+    model, bounds = make_model("softmax"), torch.tensor([0, 4, 13])
+    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=30)
+    for seed in range(2):
+        row = make_tokens(1, 13, seed)
+        a, b = (model(row, cu_seq_lens_q=bounds, past_key_values=cache).logits for cache in caches)
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_a_full_static_cache_says_so():
+    model, tokens = make_model("softmax"), make_tokens(1, 8)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"room for 8 tokens and 9 are read; make it with max_cache_len=9 or more"):
+        model(tokens[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="room for 8 tokens and 9 are read"):
+        model(make_tokens(1, 9), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+
+
 def test_sizes_for_masks():
     _, _, cache = read("macchiato")
     assert cache.get_mask_sizes(3, 0) == (LENGTH + 3, 0)
@@ -111,12 +188,17 @@ def test_nothing_is_read_by_a_cache_before_the_first_forward():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_prefix_can_be_saved(form, tmp_path):
-    model, tokens, cache = read(form)
+def test_a_prefix_can_be_saved(form, kind, tmp_path):
+    model, tokens, cache = read(form, kind)
     path = tmp_path / "prefix.safetensors"
     save_cache(cache, path, model.config)
     loaded = load_cache(path, model.config)
+    if kind == "static" and form == "softmax":  # which has room for more
+        assert loaded.layers[0].state.attention.keys.shape[1] == LENGTH
+        torch.testing.assert_close(next_logits(model, tokens, loaded), next_logits(model, tokens, cache), **CLOSE)
+        return
     assert_same_cache(loaded, cache, atol=0)
     torch.testing.assert_close(next_logits(model, tokens, loaded), next_logits(model, tokens, cache), rtol=0, atol=0)
 

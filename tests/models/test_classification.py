@@ -141,7 +141,7 @@ def test_positions_are_what_tells_order():
         assert bool(difference < 1e-10) is same
     with pytest.raises(ValueError, match='positions is "learned" and max_position_embeddings'):
         make(positions="learned", max_position_embeddings=None)
-    with pytest.raises(ValueError, match="there are 30 tokens and 29 learned positions"):
+    with pytest.raises(ValueError, match="at position 29 and max_position_embeddings is 29"):
         make(positions="learned", **PLACES)(make_ids(1, 30))
 
 

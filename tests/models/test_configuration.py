@@ -1,6 +1,7 @@
 """Settings: presets and their sizes, derived values, other names, and what makes no model."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -97,6 +98,10 @@ def test_saved_settings_come_back(tmp_path):
         ({"positions": "learned"}, 'positions is "learned" and max_position_embeddings None'),
         ({"positions": "learned", "max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"window": 5, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type is 'linear' and latents have no rotary",
+        ),
     ],
 )
 def test_settings_that_make_no_model(settings, message):
@@ -113,6 +118,18 @@ def test_rope_is_checked_where_there_is_something_to_turn():
     assert LatteConfig(hidden_size=40, num_heads=8).head_dim == 5  # odd, and no window
     with pytest.raises((ValueError, StrictDataclassError), match="even"):
         LatteForCausalLM(LatteConfig(hidden_size=40, num_heads=8, window=3, vocab_size=7, num_hidden_layers=1))
+
+
+def test_where_nothing_is_turned_there_are_no_rope_parameters(tmp_path):
+    """Transformers asks whether a model has them, and so whether rotary positions can be scaled."""
+    config = make_config("latte")
+    assert not hasattr(config, "rope_parameters")
+    assert "rope_parameters" not in config.to_dict()
+    config.save_pretrained(tmp_path)
+    assert LatteConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    assert not hasattr(pickle.loads(pickle.dumps(config)), "rope_parameters")
+    assert make_config("macchiato").rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+    LatteForCausalLM(LatteConfig.from_pretrained(tmp_path, window=5))  # there now are some
 
 
 def test_a_mixer_has_no_place_in_full_attention():

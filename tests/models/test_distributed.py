@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Cache
 from transformers.distributed import DistributedConfig
 
+from latte.layers import SoftmaxState
 from latte.models import LatteForCausalLM
+from latte.models.cache import tensors
 from tests.models.forms import make_config, make_model, make_tokens
 
 pytestmark = pytest.mark.slow
@@ -59,16 +63,26 @@ def run_split(rank: int, directory: str, form: str) -> None:
     split = LatteForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(tp_size=2))
     up = split.model.layers[0].feedforward.up.weight
     assert up.to_local().shape[0] == alone.config.intermediate_size // 2
+    heads = alone.config.num_value_heads if form == "softmax" else alone.config.num_heads
     with torch.no_grad():
-        torch.testing.assert_close(split(tokens).logits, alone(tokens).logits, **CLOSE)
+        output = split(tokens, use_cache=True)
+        torch.testing.assert_close(output.logits, alone(tokens).logits, **CLOSE)
+        assert held_heads(output.past_key_values) == {max(heads // 2, 1)}  # each rank has its own
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
         assert torch.equal(split.generate(tokens, **options), alone.generate(tokens, **options))
     losses = [model.train()(tokens, labels=tokens).loss for model in (split, alone)]
     torch.testing.assert_close(*losses, **CLOSE)
     for loss in losses:
         loss.backward()
-    expected = alone.model.layers[0].attention.value.weight.grad
-    torch.testing.assert_close(split.model.layers[0].attention.value.weight.grad.full_tensor(), expected, **CLOSE)
+    for (name, expected), actual in zip(alone.named_parameters(), split.parameters(), strict=True):
+        grad = actual.grad.full_tensor() if isinstance(actual.grad, DTensor) else actual.grad
+        torch.testing.assert_close(grad, expected.grad, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+
+
+def held_heads(cache: Cache) -> set[int]:
+    """How many heads, or of keys and values how many, the states of a cache are of."""
+    states = [layer.state.attention for layer in cache.layers]
+    return {x.keys.shape[2] if isinstance(x, SoftmaxState) else next(tensors(x)).shape[1] for x in states}
 
 
 @pytest.mark.parametrize("form", ["latte", "macchiato"])
@@ -76,11 +90,18 @@ def test_sharded(form, tmp_path):
     launch(train_sharded, tmp_path, form)
 
 
-@pytest.mark.parametrize("form", ["latte", "macchiato"])
+EVEN = {"hidden_size": 32, "mixer_blocks": 4, "intermediate_size": 42, "vocab_size": 102}  # some split nothing odd
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "softmax"])
 def test_split(form, tmp_path):
-    even = {"hidden_size": 32, "num_heads": 2, "mixer_blocks": 4, "intermediate_size": 42, "vocab_size": 102}
-    make_model(form, **even).save_pretrained(tmp_path)  # older releases split nothing that is odd
+    make_model(form, num_heads=4, num_value_heads=2, **EVEN).save_pretrained(tmp_path)
     launch(run_split, tmp_path, form)
+
+
+def test_heads_that_cannot_be_dealt_out_are_gathered(tmp_path):
+    make_model("macchiato", num_heads=1, num_latents=8, window=11, **EVEN).save_pretrained(tmp_path)
+    launch(run_split, tmp_path, "macchiato")
 
 
 @pytest.mark.parametrize("form", ["latte", "macchiato", "softmax"])

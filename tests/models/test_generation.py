@@ -109,6 +109,16 @@ def test_what_generate_returns(form):
     assert_same_cache(output.past_key_values, model(output.sequences[:, :-1]).past_key_values)
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
+def test_no_more_text_than_learned_positions(options):
+    model, tokens = make_model("latte", positions="learned", max_position_embeddings=10), make_tokens(2, 7)
+    assert torch.equal(greedy(model, tokens, count=4, **options), reference(model, tokens, 4))  # the last is not read
+    with pytest.raises(ValueError, match=r"at position 10 and max_position_embeddings is 10: .* generate fewer tokens"):
+        greedy(model, tokens, count=5, **options)
+    ids, mask = padded(make_tokens(2, 9), [5, 2])
+    assert greedy(model, ids, count=6, attention_mask=mask, **options).shape == (2, 6)
+
+
 class Collector(BaseStreamer):
     """What a streamer is given, piece by piece."""
 
@@ -175,7 +185,7 @@ def test_a_static_cache_takes_no_drafts():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("form", ["latte", "macchiato"])
+@pytest.mark.parametrize("form", ["latte", "macchiato", "softmax"])
 def test_compiled_steps(form, fresh_dynamo):
     """With a static cache the step is one graph, made once: not again for another text."""
     model = make_model(form)

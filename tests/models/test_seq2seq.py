@@ -47,6 +47,29 @@ def cached(cache):
     return [x for layer in layers for x in tensors(layer.state)]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_pairs_are_as_they_are_alone(form):
+    """Several pairs in a row of sources and a row of targets: logits, loss and gradients."""
+    model, sources, targets = make(form, positions="learned", max_position_embeddings=20), [13, 5, 19], [7, 17, 3]
+    pairs = [(make_ids(1, s, seed=s), make_ids(1, t, seed=50 + t)) for s, t in zip(sources, targets, strict=True)]
+    pairs[1][1][0, 4:7] = -100
+    bounds = {"cu_seq_lens_k": [0, 13, 18, 37], "cu_seq_lens_q": [0, 7, 24, 27]}
+    source, labels = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+    counted = int((labels != -100).sum())
+    packed = model(
+        source, labels=labels, num_items_in_batch=counted, return_logits=True,
+        **{name: torch.tensor(value, dtype=torch.int32) for name, value in bounds.items()},
+    )  # fmt: skip
+    alone = [model(s, labels=t, num_items_in_batch=counted, return_logits=True) for s, t in pairs]
+    assert_close(packed.logits, torch.cat([output.logits for output in alone], dim=1), **TIGHT)
+    assert packed.past_key_values is None
+    loss = sum(output.loss for output in alone)
+    assert_close(packed.loss, loss, rtol=1e-6, atol=1e-6)  # which is in float32
+    grads = torch.autograd.grad(packed.logits.square().sum(), list(model.parameters()))
+    expected = torch.autograd.grad(sum(output.logits.square().sum() for output in alone), list(model.parameters()))
+    assert_close(grads, expected, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_loss_and_gradients(form, tied):
@@ -325,8 +348,14 @@ def test_wrong_inputs():
         model(ids, decoder_input_ids=ids, past_key_values=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match="past_key_values has 1 layers and the model 2"):
         model(ids, decoder_input_ids=ids, past_key_values=make_cache(make(num_hidden_layers=1)))
-    with pytest.raises(ValueError, match="cu_seq_lens_q is given; this model takes one sequence per row"):
-        model(ids, decoder_input_ids=ids, cu_seq_lens_q=ids[0])
+    with pytest.raises(ValueError, match="seq_idx is given; this model takes one sequence per row"):
+        model(ids, decoder_input_ids=ids, seq_idx=ids)
+    bounds = torch.tensor([0, ids.shape[1]])
+    with pytest.raises(ValueError, match="cu_seq_lens_q bounds the targets and cu_seq_lens_k the sources; give both"):
+        model(ids, decoder_input_ids=ids, cu_seq_lens_q=bounds)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    with pytest.raises(ValueError, match="packed pairs are read at once; leave past_key_values out"):
+        model(ids[:1], decoder_input_ids=ids[:1], past_key_values=make_cache(model), **packed)
 
 
 def test_learns_to_reverse():
@@ -355,5 +384,5 @@ def test_learns_to_reverse():
 def test_documentation_runs():
     page = (Path(__file__).parents[2] / "docs" / "seq2seq.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec(compile("\n".join(blocks), "seq2seq.md", "exec"), {})

@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 from latte.models import LatteModel
 from latte.models.cache import tensors
+from latte.models.learned_positions import check_positions
 from tests.models.forms import (
     FORMS,
     MAIN_FORMS,
@@ -166,9 +167,36 @@ def test_positions_of_embeddings(positions):
 
 
 def test_more_tokens_than_learned_positions():
-    model = make_model("latte", positions="learned", max_position_embeddings=7)
-    with pytest.raises(ValueError, match="there are 8 tokens and 7 learned positions"):
-        model(make_tokens(1, 8))
+    """Wherever they come from; padding does not count, nor the row that texts are packed in."""
+    model, tokens = make_model("latte", positions="learned", max_position_embeddings=7), make_tokens(1, 8)
+    message = r"a token is at position 7 and max_position_embeddings is 7: learned positions are 0 to 6; shorten"
+    with pytest.raises(ValueError, match=message):
+        model(tokens)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=8)):
+        model(tokens[:, :7], past_key_values=cache)
+        with pytest.raises(ValueError, match=message):
+            model(tokens[:, 7:], past_key_values=cache)
+    with pytest.raises(ValueError, match="a token is at position 9 and"):
+        model(tokens[:, :3], position_ids=torch.tensor([[7, 8, 9]]))
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    torch.testing.assert_close(
+        model(tokens, attention_mask=padding).logits[:, 2:], model(tokens[:, 2:]).logits, **CLOSE
+    )  # fmt: skip
+    packed = model(tokens, cu_seq_lens_q=torch.tensor([0, 3, 8]), use_cache=False).logits
+    torch.testing.assert_close(packed[:, 3:], model(tokens[:, 3:]).logits, **CLOSE)
+
+
+def test_learned_positions_are_checked_without_waiting():
+    """Where values would have to be fetched, only when there are more tokens than positions."""
+    cache = DynamicCache(config=make_config("latte"))
+    cache.layers[0].seen, cache.layers[0].is_initialized = 3, True
+    elsewhere = torch.empty((1, 4), dtype=torch.long, device="meta")
+    check_positions(elsewhere, 7, cache)
+    with pytest.raises(RuntimeError, match="meta"):
+        check_positions(elsewhere, 6, cache)
+    static = StaticCache(config=make_config("latte"), max_cache_len=9)
+    static.layers[0].is_initialized = True
+    check_positions(elsewhere, 3, static)  # whose length is known to the device alone
 
 
 @pytest.mark.parametrize("form", MAIN_FORMS)
