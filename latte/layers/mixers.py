@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from latte.layers.checks import check_choice, check_count, check_multiple
 from latte.layers.initialization import reset_weight
-from latte.ops import RGLRUOutput, ShortConvOutput, rglru, short_conv
-from latte.ops.block_linear import block_linear
+from latte.ops import RGLRUOutput, ShortConvOutput, short_conv
+from latte.ops.gated_recurrence import gated_rglru
 from latte.ops.steps import ConvolutionWeights, RGLRUWeights, rglru_step_, short_conv_step_
 
 MIXERS = ("none", "conv", "rglru")
@@ -117,15 +117,11 @@ class RGLRU(nn.Module):
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
     ) -> RGLRUOutput:
         """y, and h after the last token."""
-        a_gate, x_gate = self._gates(x)
-        y, last = rglru(
-            x, a_gate, x_gate, self.a_param, mask=mask, state=state, cu_seqlens=cu_seqlens, backend=self.backend
-        )
+        y, last = gated_rglru(x, *self.weights, mask=mask, state=state, cu_seqlens=cu_seqlens, backend=self.backend)
         if self.causal:
             return RGLRUOutput(y, last)
         x, mask, cu_seqlens = reverse(x, mask, cu_seqlens)
-        a_gate, x_gate = a_gate.flip(1), x_gate.flip(1)
-        back = rglru(x, a_gate, x_gate, self.a_param, mask=mask, cu_seqlens=cu_seqlens, backend=self.backend).y
+        back = gated_rglru(x, *self.weights, mask=mask, cu_seqlens=cu_seqlens, backend=self.backend).y
         return RGLRUOutput(0.5 * (y + back.flip(1)), last)
 
     def step_(
@@ -138,12 +134,6 @@ class RGLRU(nn.Module):
     def weights(self) -> RGLRUWeights:
         a, i = self.recurrence_gate, self.input_gate
         return RGLRUWeights(a.weight, a.bias, i.weight, i.bias, self.a_param)
-
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The recurrence's gate and the input's, before their sigmoid: x is read once."""
-        gates = (self.recurrence_gate, self.input_gate)
-        weight, bias = (torch.stack([getattr(gate, name) for gate in gates]) for name in ("weight", "bias"))
-        return block_linear(x, weight, bias, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}"

@@ -30,10 +30,11 @@ def test_a_step_is_the_whole(family, dtype):
     disturb_latents(model.cpu())
     model, tokens = model.cuda(), make_tokens(3, 43).cuda()
     cache = DynamicCache(config=model.config)
-    close = 1e-3 if dtype == torch.float32 else 0.1
     with torch.no_grad():
         parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 1, 1, 20], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits, rtol=close, atol=close)
+        expected = model(tokens).logits.float()
+    error = (torch.cat(parts, dim=1).float() - expected).norm() / expected.norm()
+    assert error < (1e-4 if dtype == torch.float32 else 0.03)  # of bfloat16, its own distance from float32 is 0.02
 
 
 def test_generation_in_cuda_graphs():

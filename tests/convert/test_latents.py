@@ -140,9 +140,8 @@ def test_keys_and_gates_are_drawn_for_the_size_of_their_inputs():
             layer.input_layernorm.weight.fill_(20.0)
     attention, x = attention_inputs(convert(source))
     assert 15 < x.square().mean().sqrt() < 25
-    a_gate, x_gate = attention.mixer._gates(x)
-    assert 0.5 < a_gate.std() < 2
-    assert 0.5 < x_gate.std() < 2
+    assert 0.5 < attention.mixer.recurrence_gate(x).std() < 2
+    assert 0.5 < attention.mixer.input_gate(x).std() < 2
     assert 0.1 < attention.latent_key(attention.mixer(x)).std() < 2
 
 

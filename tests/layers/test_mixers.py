@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from latte.layers import RGLRU, BlockDiagonal, ShortConvolution, make_mixer
 from latte.layers.mixers import initial_a_param
+from latte.ops import rglru
 from tests.layers.forms import BLOCKS, HIDDEN, B, make_inputs, make_mask, mixer_twin, randomize
 
 TIGHT = {"rtol": 0, "atol": 1e-12}
@@ -70,7 +71,7 @@ def test_blocks_are_a_block_diagonal_matrix():
 
 def test_gates_are_those_of_their_layers():
     mixer, x = make("rglru"), make_inputs(5)
-    assert_close(mixer._gates(x), (mixer.recurrence_gate(x), mixer.input_gate(x)), **TIGHT)
+    assert_close(mixer(x), rglru(x, mixer.recurrence_gate(x), mixer.input_gate(x), mixer.a_param).y, **TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +88,8 @@ def test_begin_with_outputs_as_large_as_inputs():
     torch.manual_seed(0)
     x = torch.randn(1, 2003, 512)
     assert 0.9 < ShortConvolution(512, 4)(x).std() < 1.1
-    assert all(0.9 < gate.std() < 1.1 for gate in RGLRU(512, 16)._gates(x))
+    mixer = RGLRU(512, 16)
+    assert all(0.9 < gate(x).std() < 1.1 for gate in (mixer.recurrence_gate, mixer.input_gate))
 
 
 def test_names_and_shapes_of_parameters():

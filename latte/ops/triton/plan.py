@@ -88,8 +88,10 @@ def make_plan(form: Form) -> Plan:
     widest = max(form.width, form.key_width)
     tile = 32 if widest > 128 and exact else 64
     block_l = min(64, max(16, triton.next_power_of_2(max(form.latents, 1))))
-    if exact or widest > 128:
+    if exact:
         block_l = min(block_l, 32)
+    elif widest > 128:
+        block_l = 16  # with eight warps, Triton 3.6 gave wrong outputs for more in one product
     # Triton 3.6 misreads means of 64 latents by 32 channels: wrong outputs, then an illegal access.
     narrowest = 64 if block_l == 64 else 16
     shared = {

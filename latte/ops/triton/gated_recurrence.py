@@ -1,0 +1,355 @@
+"""The RG-LRU with its gates on GPUs: one launch forward, and one backward besides that which adds up partial sums.
+
+Where batch rows and blocks of the gates are too few to fill the device, sequences are cut into pieces, as in
+`recurrence.py`: what each piece does to h, a scan over the pieces, then all outputs. Kept for the gradients are the
+inputs and h before every tile of the backward pass in float32. No result depends on the order programs run in.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latte.ops.triton.call import launch, side_by_side
+from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.kernels.gated_recurrence import forward_kernel
+from latte.ops.triton.kernels.gated_recurrence_gradients import gradient_kernel, piece_starts_kernel
+from latte.ops.triton.recurrence import Rows, mark_rows, scan_pieces
+from latte.ops.triton.replay import Cookbook, empty
+from latte.ops.triton.sums import add_parts
+
+LARGEST_BLOCK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # channels, by the dtype of the products
+MIN_PIECE, MAX_PIECES = 128, 512
+NUMBERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Shape(NamedTuple):
+    """How a pass is spread over threads."""
+
+    span: int  # tokens of a thread
+    warps: int  # of a program
+    programs: int  # that a processor is to have at once
+    registers: int = 0  # of a thread at most, where products are of 16 bits; 0 for as many as it likes
+
+
+FORWARD_SHAPE, BACKWARD_SHAPE = Shape(16, 4, 4, 128), Shape(8, 4, 2)
+
+
+def recur_gated(
+    x: Tensor,
+    a_weight: Tensor,
+    a_bias: Tensor,
+    x_weight: Tensor,
+    x_bias: Tensor,
+    a_param: Tensor,
+    *,
+    mask: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Output and state; the factors of the gates' products are rounded to `dtype`, all else is in float32."""
+    check_device(forward_kernel, x.device)
+    weights = (a_weight, a_bias, x_weight, x_bias, a_param)
+    names = ("a_weight", "a_bias", "x_weight", "x_bias", "a_param")
+    check_dtypes(x=x, **dict(zip(names, weights, strict=True)))
+    if state is not None:
+        state = state.float()
+    save = torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in (x, *weights, state))
+    # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
+    run = gated_rglru_forward if torch.compiler.is_compiling() else GatedRecurrence.apply
+    y, final, *_ = run(x, *weights, mask, state, cu_seqlens, dtype, save)
+    return y, final
+
+
+def chunk_size(size: int) -> int:
+    """Channels of a block of `size` that are taken at a time: as many as leave few threads without one."""
+    return 16 if 0 < size % 32 <= 16 and size <= 64 else 32
+
+
+class Plan(NamedTuple):
+    """How a call is cut: tiles of `tile` tokens, pieces of `length`, and batch rows that share a program."""
+
+    tile: int
+    length: int
+    pieces: int
+    rows_each: int
+
+    @classmethod
+    def make(cls, x: Tensor, blocks: int, shape: Shape) -> "Plan":
+        batch, tokens, width = x.shape
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 64
+        wanted, each = processors * shape.programs, batch * blocks
+        # A second look at every token costs more than a third of the processors' time.
+        pieces = 1 if 3 * each >= wanted else min(MAX_PIECES, triton.cdiv(wanted, each))
+        unit = max(tile_size(width // blocks, s) for s in (FORWARD_SHAPE, BACKWARD_SHAPE))
+        length = triton.cdiv(max(MIN_PIECE, triton.cdiv(tokens, pieces)), unit) * unit
+        pieces = triton.cdiv(tokens, length)
+        return cls(tile_size(width // blocks, shape), length, pieces, max(1, each // wanted) if pieces == 1 else 1)
+
+
+def tile_size(size: int, shape: Shape) -> int:
+    return shape.span * segments(size, shape)
+
+
+def segments(size: int, shape: Shape) -> int:
+    return max(1, 32 * shape.warps // chunk_size(size))
+
+
+def _options(x: Tensor, weight: Tensor, state: Tensor | None, rows: Rows, plan: Plan, shape: Shape,
+             dtype: torch.dtype, **inputs: Tensor) -> dict[str, Any]:  # fmt: skip
+    """What the kernels are compiled for; `inputs` by the letter of their stride."""
+    blocks, size, _ = weight.shape
+    chunk = chunk_size(size)
+    exact = dtype == torch.float32
+    limit = {"maxnreg": shape.registers} if shape.registers and not exact else {}
+    return {
+        "N": blocks,
+        "I": size,
+        "K": max(16, triton.next_power_of_2(size)),
+        "S": shape.span,
+        "G": segments(size, shape),
+        "CHUNK": chunk,
+        "CHUNKS": triton.cdiv(size, chunk),
+        "STATE": state is not None,
+        "CODES": rows.codes is not None,
+        "EVEN": rows.codes is None and x.shape[1] % plan.tile == 0,
+        "DTYPE": NUMBERS[dtype],
+        "PRECISION": "tf32x3" if exact else "tf32",
+        "num_warps": shape.warps,
+        "num_stages": 1 if exact else 3,  # as shared memory allows
+        **limit,
+        **{f"{letter}_TOKEN": z.stride(1) for letter, z in inputs.items()},
+    }
+
+
+def _forward(
+    x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype, save
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the state after each sequence, and, if `save`, h before every tile of the backward pass."""
+    batch, tokens, width = x.shape
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, tokens)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = empty(x.shape, x.dtype, x.device)
+    checkpoints = empty(_checkpoint_shape(x, a_weight, save), torch.float32, x.device)
+    if x.numel() == 0:
+        unseen = x.new_full((sequences, width), -torch.inf, dtype=torch.float32)
+        return y, unseen if state is None else state.clone(), checkpoints
+    final = empty((sequences, width), torch.float32, x.device)
+    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, len(a_weight), FORWARD_SHAPE)
+    x, given = side_by_side(x), None if state is None else state.contiguous()
+    weights = [z.contiguous() for z in (a_weight, a_bias, x_weight, x_bias, a_param)]
+    options = _options(x, a_weight, state, rows, plan, FORWARD_SHAPE, dtype, X=x)
+    decays, ends = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
+    arguments = (
+        x, *weights, given, rows.codes, rows.lasts, decays, ends, y, final, checkpoints if save else final,
+        tokens, plan.pieces, plan.length, x.stride(0),
+    )  # fmt: skip
+    if plan.pieces > 1:
+        programs = batch * (plan.pieces - 1) * len(a_weight)
+        launch(forward_kernel, programs, *arguments, SAVE=0, ENDS=True, **options)
+        scan_pieces(decays, ends, reverse=False)
+    every = tile_size(a_weight.shape[1], BACKWARD_SHAPE) if save else 0
+    launch(forward_kernel, batch * plan.pieces * len(a_weight), *arguments, SAVE=every, ENDS=False, **options)
+    if rows.untouched is not None:
+        final = torch.where(rows.untouched, -torch.inf if given is None else given, final)
+    return y, final, checkpoints
+
+
+def _checkpoint_shape(x: Tensor, weight: Tensor, save: bool) -> tuple[int, int, int]:
+    tile = tile_size(weight.shape[1], BACKWARD_SHAPE)
+    return (x.shape[0], (x.shape[1] + tile - 1) // tile, x.shape[2]) if save else (0, 0, 0)
+
+
+def _backward(
+    dy, dfinal, checkpoints, x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, parts [· all] of those of weights, biases and a_param, and that of the state before."""
+    dx = empty(x.shape, x.dtype, x.device)
+    blocks, size, _ = a_weight.shape
+    total = 2 * blocks * size * size + 3 * x.shape[2]
+    if x.numel() == 0:
+        return dx, dfinal.new_zeros((1, total)), dfinal.clone()
+    batch, tokens, width = x.shape
+    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, blocks, BACKWARD_SHAPE)
+    dy, x, dfinal = side_by_side(dy), side_by_side(x), dfinal.contiguous()
+    given = None if state is None else state.contiguous()
+    weights = [z.contiguous() for z in (a_weight, a_bias, x_weight, x_bias, a_param)]
+    options = _options(x, a_weight, state, rows, plan, BACKWARD_SHAPE, dtype, Y=dy, X=x)
+    decays, starts = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
+    groups = triton.cdiv(batch, plan.rows_each)
+    sums = empty((groups * plan.pieces, total), torch.float32, x.device)
+    dstate = empty(dfinal.shape, dfinal.dtype, x.device)
+    sizes = (tokens, plan.pieces, plan.length, dy.stride(0), x.stride(0))
+    if plan.pieces > 1:
+        stateless = {name: value for name, value in options.items() if name != "STATE"}
+        launch(
+            piece_starts_kernel, batch * (plan.pieces - 1) * blocks,
+            dy, x, weights[0], weights[1], weights[4], dfinal, rows.codes, rows.lasts, decays, starts,
+            *sizes, **stateless,
+        )  # fmt: skip
+        scan_pieces(decays, starts, reverse=True)
+    launch(
+        gradient_kernel, groups * plan.pieces * blocks,
+        dy, x, *weights, dfinal, given, rows.codes, rows.lasts, starts, checkpoints, dx, sums, dstate,
+        batch, plan.rows_each, *sizes, EVERY=plan.tile, **options,
+    )  # fmt: skip
+    if rows.untouched is not None:
+        dstate = torch.where(rows.untouched, dfinal, dstate)
+    return dx, sums, dstate
+
+
+def _add_up(sums: Tensor, *weights: Tensor) -> Tensor:
+    """All gradients of weights, biases and a_param side by side, in the dtype these have, if it is one."""
+    dtypes = {z.dtype for z in weights}
+    return add_parts(sums, (sums.shape[1],), dtypes.pop() if len(dtypes) == 1 else torch.float32)[0]
+
+
+def _split(grads: Tensor, a_weight: Tensor, a_bias: Tensor, x_weight: Tensor, x_bias: Tensor, a_param: Tensor):
+    """`_add_up`'s gradients one by one, in the order of the arguments."""
+    laid = (a_weight, x_weight, a_bias, x_bias, a_param)
+    parts = grads.split([z.numel() for z in laid])
+    da_weight, dx_weight, da_bias, dx_bias, da_param = (
+        part.view(z.shape).to(z.dtype) for part, z in zip(parts, laid, strict=True)
+    )
+    return da_weight, da_bias, dx_weight, dx_bias, da_param
+
+
+FORWARD, BACKWARD = Cookbook(), Cookbook()
+COMPILED_FORWARD, COMPILED_BACKWARD = Cookbook(), Cookbook()  # whose forward returns what it keeps
+INPUTS = 9  # tensors: x, the weights, mask, state, cu_seqlens
+
+
+class GatedRecurrence(torch.autograd.Function):
+    """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        tensors, (dtype, save) = arguments[:INPUTS], arguments[INPUTS:]
+
+        def call() -> tuple[list[Tensor], list[Tensor]]:
+            y, final, checkpoints = _forward(*arguments)
+            return [y, final], [checkpoints]
+
+        recipe = FORWARD.find(tensors, (dtype, save), call) if _plain(tensors) else None
+        if recipe is None:
+            outputs, kept = call()
+        else:
+            outputs, memory = recipe.run(tensors)
+            kept = [memory]
+        if save:
+            ctx.save_for_backward(*tensors, *kept)
+            ctx.recipe, ctx.dtype = recipe, dtype
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        dy, dfinal = gradients
+        *tensors, kept = ctx.saved_tensors
+        inputs = (dy, dfinal, kept, *tensors)
+
+        def call() -> list[Tensor]:
+            checkpoints = kept if ctx.recipe is None else ctx.recipe.views(kept)[0]
+            arguments: Any = (dy, dfinal, checkpoints, *tensors, ctx.dtype)
+            return list(_backward(*arguments))
+
+        plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
+        recipe = BACKWARD.find(inputs, (ctx.dtype,), lambda: (call(), [])) if plain else None
+        dx, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
+        grads = _split(_add_up(sums, *tensors[1:6]), *tensors[1:6])
+        return dx, *grads, None, None if tensors[7] is None else dstate, None, None, None
+
+
+def _plain(tensors: tuple) -> bool:
+    """Whether a call is nothing but its kernels: no mask, state or packing, and channels side by side."""
+    x, weights, absent = tensors[0], tensors[1:6], tensors[6:]
+    bare = all(z is None for z in absent) and all(z.is_contiguous() for z in weights)
+    return bare and x.stride(-1) == 1 and x.numel() > 0
+
+
+@torch.library.custom_op("latte::gated_rglru_forward", mutates_args=())
+def gated_rglru_forward(
+    x: Tensor,
+    a_weight: Tensor,
+    a_bias: Tensor,
+    x_weight: Tensor,
+    x_bias: Tensor,
+    a_param: Tensor,
+    mask: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the state after each sequence, and, if `save`, h before every tile of the backward pass."""
+    tensors = (x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens)
+
+    def call() -> list[Tensor]:
+        return list(_forward(*tensors, dtype, save))
+
+    recipe = COMPILED_FORWARD.find(tensors, (dtype, save), lambda: (call(), [])) if _plain(tensors) else None
+    y, final, checkpoints = call() if recipe is None else recipe.run(tensors)[0]
+    return y, final, checkpoints
+
+
+@gated_rglru_forward.register_fake
+def _(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype, save):
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    final = x.new_empty((sequences, x.shape[2]), dtype=torch.float32)
+    return y, final, x.new_empty(_checkpoint_shape(x, a_weight, save), dtype=torch.float32)
+
+
+@torch.library.custom_op("latte::gated_rglru_backward", mutates_args=())
+def gated_rglru_backward(
+    dy: Tensor,
+    dfinal: Tensor,
+    checkpoints: Tensor,
+    x: Tensor,
+    a_weight: Tensor,
+    a_bias: Tensor,
+    x_weight: Tensor,
+    x_bias: Tensor,
+    a_param: Tensor,
+    mask: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of weights, biases and a_param side by side, and of the state before."""
+    tensors = (x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens)
+    inputs = (dy, dfinal, checkpoints, *tensors)
+
+    def call() -> list[Tensor]:
+        return list(_backward(*inputs, dtype))
+
+    plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
+    recipe = COMPILED_BACKWARD.find(inputs, (dtype,), lambda: (call(), [])) if plain else None
+    dx, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
+    return dx, _add_up(sums, *tensors[1:6]), dstate
+
+
+@gated_rglru_backward.register_fake
+def _(dy, dfinal, checkpoints, x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype):
+    weights = (a_weight, a_bias, x_weight, x_bias, a_param)
+    dtypes = {z.dtype for z in weights}
+    kind = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    grads = x.new_empty(sum(z.numel() for z in weights), dtype=kind)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), grads, torch.empty_like(dfinal)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[2], *inputs[:INPUTS])
+    ctx.dtype = inputs[INPUTS]
+
+
+def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: checkpointing allows no second look
+    dx, grads, dstate = gated_rglru_backward(dy, dfinal, *saved, ctx.dtype)
+    return dx, *_split(grads, *saved[2:7]), None, None if saved[8] is None else dstate, None, None, None
+
+
+gated_rglru_forward.register_autograd(_differentiate, setup_context=_save)
