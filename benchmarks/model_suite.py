@@ -4,6 +4,7 @@ import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from benchmarks.models import CUDNN, FLASH, Entry, LlamaEntry, Model, parameters, random_tokens
 from benchmarks.program import Run
 from benchmarks.rows import Cell, Row, Target, judged_row
-from benchmarks.timing import reason, step_times
+from benchmarks.timing import interleave, reason, step_times
 
 TRAINING, FORWARD, FIGURE, TARGETS = "Training", "Forward", "Forward, larger shapes", "Targets"
 TABLES = {"training": TRAINING, "forward": FORWARD, "figure": FIGURE}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+ROUNDS = 11  # of contenders that take turns on a CPU
 CASE = 12.0  # seconds that one case needs at least: without them, none is begun
 
 CONV = (("mixer", "conv"),)
@@ -114,6 +116,8 @@ def measure(run: Run) -> None:
         run.add(row)
         if speed is not None:
             found[case] = speed
+    if options.device == "cpu" and not options.quick:
+        found |= take_turns(run, plan, found)
     tables = list(TABLES.values())
     run.report.rows.sort(
         key=lambda row: (
@@ -137,23 +141,44 @@ def measure_case(run: Run, case: Case) -> tuple[Row, float | None]:
     try:
         with case.entry.kernel(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of compilers, which have much to say
-            model = case.entry.build(device, DTYPES[device])
-            compile_parts(model, run.options.compile)
-            tokens = random_tokens(model, batch, case.context, device)
-            step = training_step(model, tokens) if case.table == TRAINING else forward_step(model, tokens)
+            model, step = make_step(run, case, batch)
             first, taken, peak = step_times(step, device, least=2 if run.options.quick else 5)
             finite = bool(step().isfinite().all())
             cells |= {"parameters_m": parameters(model) / 1e6}
     except Exception as error:  # the other cases are still worth measuring
         return Row(case.table, cells, status="wrong" if case.entry.is_ours else "skipped", note=reason(error)), None
     finally:
-        model = tokens = step = None
+        model = step = None
         clean(device)
     speed = tokens_of(cells) / taken
     cells |= {"ms_per_step": 1e3 * taken, "tokens_per_s": speed, "peak_gib": peak, "first_step_s": first}
     if not finite:
         return Row(case.table, cells, status="wrong", note="its loss or logits are not finite"), None
     return Row(case.table, cells), speed
+
+
+def take_turns(run: Run, plan: Plan, found: dict[Case, float]) -> dict[Case, float]:
+    """Tokens per second of pairs that are compared, measured once more in turns: a busy moment then hits both alike."""
+    better: dict[Case, float] = {}
+    for table, ours, peer in plan.compared():
+        for context in run.options.contexts:
+            cases = [Case(table, entry, context) for entry in (ours, peer)]
+            if table == FIGURE or not all(case in found for case in cases):
+                continue
+            run.progress(f"{table}: {ours.name} and {peer.name} in turns, {context:,} tokens a sequence")
+            batch = max(1, run.options.tokens // context)
+            times = interleave({case: make_step(run, case, batch)[1] for case in cases}, ROUNDS)
+            better |= {case: batch * context / median(taken) for case, taken in times.items()}
+    return better
+
+
+def make_step(run: Run, case: Case, batch: int) -> tuple[Model, Callable[[], Tensor]]:
+    """A model with random weights, and one step of what is measured."""
+    device = run.options.device
+    model = case.entry.build(device, DTYPES[device])
+    compile_parts(model, run.options.compile)
+    tokens = random_tokens(model, batch, case.context, device)
+    return model, training_step(model, tokens) if case.table == TRAINING else forward_step(model, tokens)
 
 
 def tokens_of(cells: dict[str, Any]) -> int:

@@ -76,5 +76,5 @@ def test_a_leap_parts_stretches() -> None:
 
 
 def test_stretches_are_no_longer_than_the_cache_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "CPU_STRETCH", 3 * 2 * 64 * (64 + 3))  # three tiles of two heads
+    monkeypatch.setattr(walk, "CPU_STRETCH", 3 * 2 * 64 * (64 + 3 + 2 * 5))  # three tiles of two heads
     assert plan(64 * 5, None) == [[Stretch(0, 64, 3)], [Stretch(192, 64, 2)]]

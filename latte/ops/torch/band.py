@@ -72,7 +72,7 @@ def band_backward(
 
     Uses up the products, and leaves the weights times the share.
     """
-    h = torch.mul(weights, products, out=room("scores", tuple(products.shape))).sum(dim=3, keepdim=True)
+    h = torch.linalg.vecdot(weights, products).unsqueeze(3)
     if share is not None:
         weights *= share
     dscores = products.sub_(h).mul_(weights)
@@ -84,5 +84,5 @@ def band_backward(
 
 def span_product(weights: Tensor, x: Tensor, room: Room) -> Tensor:
     """Σ_t weights_ts x_t [R S X], for x [R G C X]: what positions get from the tokens whose windows they are in."""
-    out = room("spans", (x.shape[0], weights.shape[3], x.shape[3]))
+    out = room("values", (x.shape[0], weights.shape[3], x.shape[3]))  # which are used up by then
     return torch.bmm(stack(weights).transpose(1, 2), stack(x), out=out)

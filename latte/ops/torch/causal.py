@@ -13,6 +13,7 @@ from latte.ops.torch.latents import KeyTiles, LatentTiles, latent_tiles_backward
 from latte.ops.torch.walk import Inputs, Options, Stretch, Walk
 
 State = tuple[Tensor, Tensor]
+MOST_JOINED = 16  # tiles whose states are held at once on the way to those that are kept
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +61,7 @@ def backward(
     for entry, at_start in zip(reversed(plan), reversed(states), strict=True):
         before = [at_start]
         for at in entry[:-1]:
-            before.append(_advance(walk, at, before[-1]))
+            before += _advance(walk, at, before[-1], [at.tiles])
         for at, state in zip(reversed(entry), reversed(before), strict=True):
             carry = _stretch_backward(walk, grads, at, state, dy, carry)
     carry, carry_h = carry
@@ -107,21 +108,34 @@ def _scores(walk: Walk, keys: KeyTiles, tile: LatentTiles) -> Tensor:
 
 def _states(walk: Walk, plan: list[list[Stretch]]) -> tuple[list[State], State]:
     """The latents' state before each entry of the plan, and after the last."""
-    state = walk.state()
-    states = []
-    for entry in plan:
-        states.append(state)
-        for at in entry:
-            state = _advance(walk, at, state)
-    return states, state
-
-
-def _advance(walk: Walk, at: Stretch, state: State) -> State:
+    states = [walk.state()]
     if walk.inputs.k is None:
-        return state
+        return states * len(plan), states[0]
+    for entry in _without_windows(plan):
+        for at, wanted in entry:
+            states[len(states) :] = _advance(walk, at, states[-1], wanted)
+        del states[-len(entry) : -1]  # within an entry that a leap has cut
+    return states[:-1], states[-1]
+
+
+def _without_windows(plan: list[list[Stretch]]) -> list[list[tuple[Stretch, list[int]]]]:
+    """The plan, with stretches joined that only windows keep apart; and the tiles after which old ones ended."""
+    joined: list[list[tuple[Stretch, list[int]]]] = []
+    for entry in plan:
+        if joined and len(entry) == len(joined[-1]) == 1:
+            (at,), ((whole, ends),) = entry, joined[-1]
+            if at.size == whole.size and whole.tiles + at.tiles <= MOST_JOINED:
+                joined[-1] = [(whole._replace(tiles=whole.tiles + at.tiles), [*ends, whole.tiles + at.tiles])]
+                continue
+        joined.append([(at, [at.tiles]) for at in entry])
+    return joined
+
+
+def _advance(walk: Walk, at: Stretch, state: State, wanted: list[int]) -> list[State]:
+    """The states after the wanted numbers of tiles; copies, since a view would keep the states of all tiles."""
     keys = walk.load_keys(at, state[0])
     after = means(keys, state[1], walk.load_values(walk.inputs.v, at, walk.empty))
-    return keys.norms[-1].clone(), after[-1].clone()  # a view would keep the states of all tiles
+    return [(keys.norms[tiles].clone(), after[tiles].clone()) for tiles in wanted]
 
 
 def _carry_from_state(state: State, dlog_norm: Tensor | None, dmean: Tensor | None) -> State:

@@ -13,7 +13,7 @@ from torch import Tensor
 from latte.ops.torch.band import Band, band_weights
 from latte.ops.torch.latents import TILE, KeyTiles, LatentTiles, key_tiles, latent_tiles, plan_tiles, stack
 
-CPU_STRETCH = 3 * 2**17  # scores and values: the few buffers of a stretch stay near the cache
+CPU_STRETCH = 2**19  # scores, values and keys: the few buffers of a stretch stay near the cache
 GPU_STRETCH = 2**23  # there it is launches that count
 
 
@@ -184,8 +184,9 @@ class Walk:
     def _join(self, plan: list[list[tuple[int, int]]]) -> list[list[Stretch]]:
         """Whole tiles whose windows reach equally far, joined to stretches."""
         reach = TILE if self.inputs.window_q is None else min(self.band.length, TILE + self.options.window - 1)
-        scores_and_values = self.batch * self.heads * TILE * (reach + self.width)
-        most = (CPU_STRETCH if self.inputs.v.device.type == "cpu" else GPU_STRETCH) // max(1, scores_and_values)
+        latents = 0 if self.inputs.k is None else self.inputs.k.shape[3]
+        elements = self.batch * self.heads * TILE * (reach + self.width + 2 * latents)
+        most = (CPU_STRETCH if self.inputs.v.device.type == "cpu" else GPU_STRETCH) // max(1, elements)
         entries: list[list[Stretch]] = []
         for tiles in plan:
             (start, end), *more = tiles
@@ -221,9 +222,9 @@ class Walk:
         return weights, slope, (q, keys), slice(here, here + at.size)
 
     def products(self, dy: Tensor, at: Stretch) -> Tensor:
-        """dy_t·v_s [R G C S] of the positions that windows reach."""
+        """dy_t·v_s [R G C S] of the positions that windows reach, in the place of the scores."""
         values = self.load_span(self.values, at, "values").transpose(1, 2)
-        products = self.room("products", (*dy.shape[:3], values.shape[2]))
+        products = self.room("scores", (*dy.shape[:3], values.shape[2]))
         torch.bmm(stack(dy), values, out=stack(products))
         return products
 
