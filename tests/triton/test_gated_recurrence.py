@@ -74,8 +74,8 @@ def run(inputs, backend, device, dtype=None, **options):
 
 def assert_matches(inputs, device, tolerance=2e-5, **options):
     """Against the reference in float64, relative to the largest value."""
-    if tolerance > 1e-4 and (device == "cpu" or inputs[0].shape[1] < 16):
-        tolerance *= 3  # the interpreter cuts bits off where a GPU rounds, and few tokens do not average that out
+    if device == "cpu" and tolerance > 1e-4:
+        tolerance *= 2.5  # the interpreter cuts bits off where a GPU rounds
     actual = run(inputs, "triton", device, **options)
     expected = run(inputs, "reference", "cpu", torch.float64, **options)
     for got, right in zip(actual, expected, strict=True):
