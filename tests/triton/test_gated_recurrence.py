@@ -61,8 +61,11 @@ def run(inputs, backend, device, dtype=None, **options):
     if "state" in options:
         options["state"] = options["state"].to(**place).requires_grad_()
     output = gated_rglru(*leaves, **options, backend=backend)
+    # what is pulled at is the same number for all: a gradient of a narrow output is rounded to its dtype
+    pulls = [draw(7, *part.shape).to(inputs[0].dtype).double() for part in output]
     total = sum(
-        torch.where(part.isfinite(), part.double(), 0.0).cpu().mul(draw(7, *part.shape)).sum() for part in output
+        torch.where(part.isfinite(), part.double(), 0.0).cpu().mul(pull).sum()
+        for part, pull in zip(output, pulls, strict=True)
     )
     leaves += [options["state"]] if "state" in options else []
     if total.requires_grad:
@@ -113,11 +116,11 @@ def test_packed(device, cu_seqlens, masked, continued):
 
 
 def test_one_piece(device, monkeypatch):
-    """As for many rows, here three, of which two share a program that adds up their sums."""
+    """As for many rows."""
     from latte.ops.triton import gated_recurrence
 
     def plan(x, blocks, shape):
-        return gated_recurrence.Plan(gated_recurrence.tile_size(SIZE, shape), 128, 1, 2)
+        return gated_recurrence.Plan(gated_recurrence.tile_size(SIZE, shape), 128, 1, 1)
 
     monkeypatch.setattr(gated_recurrence.Plan, "make", plan)
     assert_matches(make_inputs(13, batch=3, blocks=1), device, state=make_state(3, SIZE)[:, :SIZE])

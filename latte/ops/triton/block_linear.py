@@ -14,6 +14,7 @@ from latte.ops.triton.kernels.block_linear import (
     input_grad_kernel,
     weight_grad_kernel,
 )
+from latte.ops.triton.replay import empty
 from latte.ops.triton.sums import add_parts
 
 TILE, PARTS = 64, 16  # of tokens
@@ -41,7 +42,7 @@ def _piece(size: int) -> int:
     return min(LARGEST, max(32, triton.next_power_of_2(size)))
 
 
-def _rows(x: Tensor) -> Tensor:
+def even_rows(x: Tensor) -> Tensor:
     """x [… T W] with rows at equal distances."""
     even = x.stride(-1) == 1 and (x.shape[-3] == 1 or x.stride(-3) == x.shape[-2] * x.stride(-2))
     return x if even else x.contiguous()
@@ -55,7 +56,7 @@ def block_linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tenso
     y, other = (torch.empty((batch, length, blocks * out), dtype=x.dtype, device=x.device) for _ in range(2))
     if y.numel() == 0:
         return y, other
-    x, weight, options = _rows(x), weight.to(x.dtype).contiguous(), _options(weight.to(x.dtype))
+    x, weight, options = even_rows(x), weight.to(x.dtype).contiguous(), _options(weight.to(x.dtype))
     grid = (triton.cdiv(batch * length, options["BT"]), blocks, triton.cdiv(out, options["BO"]))
     launch(
         forward_kernel, grid, x, weight, bias.contiguous(), y, batch * length, x.stride(1), y.stride(1),
@@ -75,6 +76,35 @@ def _(x, weight, bias):
     return x.new_empty(shape), x.new_empty(shape)
 
 
+def _part(tokens: int) -> int:
+    """How many tokens a program sums over."""
+    return triton.cdiv(triton.cdiv(tokens, PARTS), TILE) * TILE
+
+
+def launch_gradients(
+    x: Tensor, dy: Tensor, other_dy: Tensor, weight: Tensor, other_weight: Tensor, dx: Tensor,
+    codes: Tensor | None = None, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """Gradients of two products of x with blocks [N I O] of at most LARGEST rows and columns.
+
+    dx is written, and parts [· all] of the gradients of both weights and biases are returned; if `add`, dx is added to,
+    and the parts are of the weights alone. With `codes` of tokens, masked ones of x are not read.
+    """
+    blocks, size, out = weight.shape
+    tokens = x.shape[0] * x.shape[1]
+    options = _options(weight[None].to(dy.dtype))
+    del options["GROUPS"]
+    part = _part(tokens)
+    each = 2 * blocks * (size if add else size + 1) * out
+    sums = empty((triton.cdiv(tokens, part), each), torch.float32, x.device)
+    launch(
+        gradient_kernel, (len(sums), blocks),
+        x, dy, other_dy, weight, other_weight, codes, dx, sums,
+        tokens, part, x.stride(1), dy.stride(1), dx.stride(1), ADD=add, **options,
+    )  # fmt: skip
+    return sums
+
+
 @torch.library.custom_op("latte::block_linear_backward", mutates_args=())
 def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, the last in float32."""
@@ -84,19 +114,14 @@ def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) 
     if dx.numel() == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros((groups, blocks * out), dtype=torch.float32)
     options = _options(weight.to(x.dtype))
-    x, narrow = _rows(x), weight.to(x.dtype).contiguous()
+    x, narrow = even_rows(x), weight.to(x.dtype).contiguous()
     dy, other = (z.to(x.dtype).contiguous() for z in (dy, other))
-    part = triton.cdiv(triton.cdiv(tokens, PARTS), options["BT"]) * options["BT"]
-    each = groups * blocks * (size + 1) * out
-    sums = torch.empty((triton.cdiv(tokens, part), each), dtype=torch.float32, device=x.device)
-    strides = (dy.stride(1), _distance(dy, other))
     if size <= options["BI"] and out <= options["BO"]:
-        del options["GROUPS"]
-        launch(
-            gradient_kernel, (len(sums), blocks),
-            x, dy, narrow, dx, sums, tokens, part, x.stride(1), *strides, dx.stride(1), **options,
-        )  # fmt: skip
+        sums = launch_gradients(x, dy, other, narrow[0], narrow[1], dx)
     else:
+        part = _part(tokens)
+        sums = empty((triton.cdiv(tokens, part), groups * blocks * (size + 1) * out), torch.float32, x.device)
+        strides = (dy.stride(1), _distance(dy, other))
         pieces = triton.cdiv(size, options["BI"])
         launch(
             input_grad_kernel, (triton.cdiv(tokens, options["BT"]), blocks, pieces),

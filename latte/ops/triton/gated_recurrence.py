@@ -1,4 +1,4 @@
-"""The RG-LRU with its gates on GPUs: one launch forward, and one backward besides that which adds up partial sums.
+"""The RG-LRU with its gates on GPUs: one launch forward, and two backward besides those that add up partial sums.
 
 Where batch rows and blocks of the gates are too few to fill the device, sequences are cut into pieces, as in
 `recurrence.py`: what each piece does to h, a scan over the pieces, then all outputs. Kept for the gradients are the
@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.gated_recurrence import forward_kernel
-from latte.ops.triton.kernels.gated_recurrence_gradients import gradient_kernel, piece_starts_kernel
+from latte.ops.triton.kernels.gated_recurrence_gradients import gate_grad_kernel, piece_starts_kernel
 from latte.ops.triton.recurrence import Rows, mark_rows, scan_pieces
 from latte.ops.triton.replay import Cookbook, empty
 from latte.ops.triton.sums import add_parts
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
     registers: int = 0  # of a thread at most, where products are of 16 bits; 0 for as many as it likes
 
 
-FORWARD_SHAPE, BACKWARD_SHAPE = Shape(16, 4, 4, 128), Shape(8, 4, 2)
+FORWARD_SHAPE, BACKWARD_SHAPE = Shape(16, 4, 4, 128), Shape(8, 4, 4, 128)
 
 
 def recur_gated(
@@ -70,24 +71,25 @@ def chunk_size(size: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How a call is cut: tiles of `tile` tokens, pieces of `length`, and batch rows that share a program."""
+    """How a call is cut: tiles of `tile` tokens, and pieces of `length`, each by `chunks` programs."""
 
     tile: int
     length: int
     pieces: int
-    rows_each: int
+    chunks: int
 
     @classmethod
     def make(cls, x: Tensor, blocks: int, shape: Shape) -> "Plan":
         batch, tokens, width = x.shape
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 64
-        wanted, each = processors * shape.programs, batch * blocks
+        chunks = blocks * triton.cdiv(width // blocks, chunk_size(width // blocks))
+        wanted, each = processors * shape.programs, batch * chunks
         # A second look at every token costs more than a third of the processors' time.
         pieces = 1 if 3 * each >= wanted else min(MAX_PIECES, triton.cdiv(wanted, each))
         unit = max(tile_size(width // blocks, s) for s in (FORWARD_SHAPE, BACKWARD_SHAPE))
         length = triton.cdiv(max(MIN_PIECE, triton.cdiv(tokens, pieces)), unit) * unit
         pieces = triton.cdiv(tokens, length)
-        return cls(tile_size(width // blocks, shape), length, pieces, max(1, each // wanted) if pieces == 1 else 1)
+        return cls(tile_size(width // blocks, shape), length, pieces, chunks)
 
 
 def tile_size(size: int, shape: Shape) -> int:
@@ -108,7 +110,7 @@ def _options(x: Tensor, weight: Tensor, state: Tensor | None, rows: Rows, plan: 
     return {
         "N": blocks,
         "I": size,
-        "K": max(16, triton.next_power_of_2(size)),
+        "K": max(32, triton.next_power_of_2(size)),  # Triton 3.6 misreads 16-bit right factors of 16 columns
         "S": shape.span,
         "G": segments(size, shape),
         "CHUNK": chunk,
@@ -149,11 +151,11 @@ def _forward(
         tokens, plan.pieces, plan.length, x.stride(0),
     )  # fmt: skip
     if plan.pieces > 1:
-        programs = batch * (plan.pieces - 1) * len(a_weight)
+        programs = batch * (plan.pieces - 1) * plan.chunks
         launch(forward_kernel, programs, *arguments, SAVE=0, ENDS=True, **options)
         scan_pieces(decays, ends, reverse=False)
     every = tile_size(a_weight.shape[1], BACKWARD_SHAPE) if save else 0
-    launch(forward_kernel, batch * plan.pieces * len(a_weight), *arguments, SAVE=every, ENDS=False, **options)
+    launch(forward_kernel, batch * plan.pieces * plan.chunks, *arguments, SAVE=every, ENDS=False, **options)
     if rows.untouched is not None:
         final = torch.where(rows.untouched, -torch.inf if given is None else given, final)
     return y, final, checkpoints
@@ -166,56 +168,64 @@ def _checkpoint_shape(x: Tensor, weight: Tensor, save: bool) -> tuple[int, int, 
 
 def _backward(
     dy, dfinal, checkpoints, x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, parts [· all] of those of weights, biases and a_param, and that of the state before."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, parts [· all] of those of both weights, of biases and a_param, and that of the state before."""
     dx = empty(x.shape, x.dtype, x.device)
     blocks, size, _ = a_weight.shape
-    total = 2 * blocks * size * size + 3 * x.shape[2]
     if x.numel() == 0:
-        return dx, dfinal.new_zeros((1, total)), dfinal.clone()
-    batch, tokens, width = x.shape
+        weight_sums = dfinal.new_zeros((1, 2 * blocks * size * size))
+        return dx, weight_sums, dfinal.new_zeros((1, 3 * x.shape[2])), dfinal.clone()
+    batch, _, width = x.shape
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, blocks, BACKWARD_SHAPE)
-    dy, x, dfinal = side_by_side(dy), side_by_side(x), dfinal.contiguous()
+    dy, x, dfinal = side_by_side(dy), even_rows(x), dfinal.contiguous()
     given = None if state is None else state.contiguous()
     weights = [z.contiguous() for z in (a_weight, a_bias, x_weight, x_bias, a_param)]
     options = _options(x, a_weight, state, rows, plan, BACKWARD_SHAPE, dtype, Y=dy, X=x)
     decays, starts = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
-    groups = triton.cdiv(batch, plan.rows_each)
-    sums = empty((groups * plan.pieces, total), torch.float32, x.device)
     dstate = empty(dfinal.shape, dfinal.dtype, x.device)
-    sizes = (tokens, plan.pieces, plan.length, dy.stride(0), x.stride(0))
+    sums = empty((batch * plan.pieces, 3 * width), torch.float32, x.device)
+    da_gate, dx_gate = (empty(x.shape, dtype, x.device) for _ in range(2))
+    sizes = (x.shape[1], plan.pieces, plan.length, dy.stride(0), x.stride(0))
     if plan.pieces > 1:
         stateless = {name: value for name, value in options.items() if name != "STATE"}
         launch(
-            piece_starts_kernel, batch * (plan.pieces - 1) * blocks,
+            piece_starts_kernel, batch * (plan.pieces - 1) * plan.chunks,
             dy, x, weights[0], weights[1], weights[4], dfinal, rows.codes, rows.lasts, decays, starts,
             *sizes, **stateless,
         )  # fmt: skip
         scan_pieces(decays, starts, reverse=True)
     launch(
-        gradient_kernel, groups * plan.pieces * blocks,
-        dy, x, *weights, dfinal, given, rows.codes, rows.lasts, starts, checkpoints, dx, sums, dstate,
-        batch, plan.rows_each, *sizes, EVERY=plan.tile, **options,
+        gate_grad_kernel, batch * plan.pieces * plan.chunks,
+        dy, x, *weights, dfinal, given, rows.codes, rows.lasts, starts, checkpoints,
+        da_gate, dx_gate, dx, sums, dstate, *sizes, EVERY=plan.tile, **options,
     )  # fmt: skip
+    weight_sums = launch_gradients(x, da_gate, dx_gate, weights[0], weights[2], dx, rows.codes, add=True)
     if rows.untouched is not None:
         dstate = torch.where(rows.untouched, dfinal, dstate)
-    return dx, sums, dstate
+    return dx, weight_sums, sums, dstate
 
 
-def _add_up(sums: Tensor, *weights: Tensor) -> Tensor:
-    """All gradients of weights, biases and a_param side by side, in the dtype these have, if it is one."""
-    dtypes = {z.dtype for z in weights}
-    return add_parts(sums, (sums.shape[1],), dtypes.pop() if len(dtypes) == 1 else torch.float32)[0]
-
-
-def _split(grads: Tensor, a_weight: Tensor, a_bias: Tensor, x_weight: Tensor, x_bias: Tensor, a_param: Tensor):
-    """`_add_up`'s gradients one by one, in the order of the arguments."""
-    laid = (a_weight, x_weight, a_bias, x_bias, a_param)
-    parts = grads.split([z.numel() for z in laid])
-    da_weight, dx_weight, da_bias, dx_bias, da_param = (
-        part.view(z.shape).to(z.dtype) for part, z in zip(parts, laid, strict=True)
+def _add_up(weight_sums: Tensor, sums: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of both weights side by side, and of biases and a_param, in the dtype these have, if it is one."""
+    a_weight, a_bias, x_weight, x_bias, a_param = weights
+    matrices, vectors = _common_dtype(a_weight, x_weight), _common_dtype(a_bias, x_bias, a_param)
+    return (
+        add_parts(weight_sums, (weight_sums.shape[1],), matrices)[0],
+        add_parts(sums, (sums.shape[1],), vectors)[0],
     )
-    return da_weight, da_bias, dx_weight, dx_bias, da_param
+
+
+def _common_dtype(*tensors: Tensor) -> torch.dtype:
+    dtypes = {z.dtype for z in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _split(matrices: Tensor, vectors: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """`_add_up`'s gradients one by one, in the order of the arguments."""
+    da_weight, dx_weight = matrices.view(2, *weights[0].shape)
+    da_bias, dx_bias, da_param = vectors.view(3, -1)
+    grads = (da_weight, da_bias, dx_weight, dx_bias, da_param)
+    return tuple(grad.to(z.dtype) for grad, z in zip(grads, weights, strict=True))
 
 
 FORWARD, BACKWARD = Cookbook(), Cookbook()
@@ -258,9 +268,10 @@ class GatedRecurrence(torch.autograd.Function):
 
         plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
         recipe = BACKWARD.find(inputs, (ctx.dtype,), lambda: (call(), [])) if plain else None
-        dx, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
-        grads = _split(_add_up(sums, *tensors[1:6]), *tensors[1:6])
-        return dx, *grads, None, None if tensors[7] is None else dstate, None, None, None
+        dx, weight_sums, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
+        weights = tensors[1:6]
+        dstate = None if tensors[7] is None else dstate
+        return dx, *_split(*_add_up(weight_sums, sums, *weights), *weights), None, dstate, None, None, None
 
 
 def _plain(tensors: tuple) -> bool:
@@ -318,8 +329,8 @@ def gated_rglru_backward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of weights, biases and a_param side by side, and of the state before."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of both weights side by side, of biases and a_param likewise, and of the state before."""
     tensors = (x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens)
     inputs = (dy, dfinal, checkpoints, *tensors)
 
@@ -328,17 +339,15 @@ def gated_rglru_backward(
 
     plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
     recipe = COMPILED_BACKWARD.find(inputs, (dtype,), lambda: (call(), [])) if plain else None
-    dx, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
-    return dx, _add_up(sums, *tensors[1:6]), dstate
+    dx, weight_sums, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
+    return dx, *_add_up(weight_sums, sums, *tensors[1:6]), dstate
 
 
 @gated_rglru_backward.register_fake
 def _(dy, dfinal, checkpoints, x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype):
-    weights = (a_weight, a_bias, x_weight, x_bias, a_param)
-    dtypes = {z.dtype for z in weights}
-    kind = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    grads = x.new_empty(sum(z.numel() for z in weights), dtype=kind)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), grads, torch.empty_like(dfinal)
+    matrices = x.new_empty(2 * a_weight.numel(), dtype=_common_dtype(a_weight, x_weight))
+    vectors = x.new_empty(3 * a_param.numel(), dtype=_common_dtype(a_bias, x_bias, a_param))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), matrices, vectors, torch.empty_like(dfinal)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -348,8 +357,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: checkpointing allows no second look
-    dx, grads, dstate = gated_rglru_backward(dy, dfinal, *saved, ctx.dtype)
-    return dx, *_split(grads, *saved[2:7]), None, None if saved[8] is None else dstate, None, None, None
+    dx, matrices, vectors, dstate = gated_rglru_backward(dy, dfinal, *saved, ctx.dtype)
+    dstate = None if saved[8] is None else dstate
+    return dx, *_split(matrices, vectors, *saved[2:7]), None, dstate, None, None, None
 
 
 gated_rglru_forward.register_autograd(_differentiate, setup_context=_save)

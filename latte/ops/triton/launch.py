@@ -177,9 +177,13 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     numbers = (*call.numbers(), programs)
     for name, wild in call.rounds("output"):
         constants = {**plan.shared, **plan.output, "WILD": wild}
-        grid = (min(programs, WILD_PROGRAMS) if wild else programs,)
-        plan.launch(name, output_kernel, grid, tensors, numbers, constants, call.aligned)
+        plan.launch(name, output_kernel, _grid(programs, wild), tensors, numbers, constants, call.aligned)
     return y, lse
+
+
+def _grid(programs: int, wild: bool) -> tuple[int]:
+    """A few programs look through all tiles for wild ones: where there are none, they are soon gone."""
+    return (min(programs, WILD_PROGRAMS) if wild else programs,)
 
 
 def _seen(call: Call, states: States | None) -> tuple[Tensor | None, ...]:
@@ -227,14 +231,15 @@ def gradients(
         shifted, local_h = call.empty(2, *lse.shape).unbind()
     head = (x.q, x.k, x.v, x.window_q, x.window_k, x.mask, dy, *_seen(call, states))
     is_aligned = call.aligned and aligned(dy)
-    numbers = call.numbers(dy)
+    programs = tiles.total * heads
+    numbers = (*call.numbers(dy), programs)
     tensors = (
         *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:2] if carries else (None,) * 2), shifted,
         local_h,
     )  # fmt: skip
     for name, wild in call.rounds("query_grad"):
         constants = {**plan.shared, **plan.query_grad, "WILD": wild}
-        plan.launch(name, query_grad_kernel, (tiles.total * heads,), tensors, numbers, constants, is_aligned)
+        plan.launch(name, query_grad_kernel, _grid(programs, wild), tensors, numbers, constants, is_aligned)
     if carries is not None and states is not None:
         carries = _scan_carries(call, states, carries, into)
     final = (None, None) if into is None else into
@@ -243,13 +248,12 @@ def gradients(
         *(carries[5:] if carries else (None,) * 2), shifted,
         local_h, tiles.table, tiles.bounds, dk, own, dv, dwk,
     )  # fmt: skip
-    numbers = (*numbers, *call.spread[1:], x.v.shape[1])
+    programs = tiles.total * call.form.value_heads
+    numbers = (*call.numbers(dy), *call.spread[1:], x.v.shape[1], programs)
     constants = {**plan.shared, **plan.key_grad, "INTO": into is not None}
     for name, wild in call.rounds("key_grad"):
-        grid = (tiles.total * call.form.value_heads,)
-        plan.launch(
-            name, key_grad_kernel, grid, tensors, numbers, {**constants, "WILD": wild, "PAST": False}, is_aligned
-        )
+        kind = {**constants, "WILD": wild, "PAST": False}
+        plan.launch(name, key_grad_kernel, _grid(programs, wild), tensors, numbers, kind, is_aligned)
     if x.slots:
         grid = (tiles.sequences * -(-x.slots // plan.tile) * call.form.value_heads,)
         constants = {**constants, "WILD": False, "PAST": True}

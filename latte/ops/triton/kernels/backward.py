@@ -41,6 +41,50 @@ def query_grad_kernel(
     dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
+    tokens, per_row, slots, scale, softcap, programs,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
+):  # fmt: skip
+    """`query_grad_tile` of all tiles and heads; with WILD, a second launch, few programs look for wild ones."""
+    if WILD:
+        if tl.load(wild) == 0:
+            return
+        for program in range(tl.program_id(0), programs, tl.num_programs(0)):
+            if count_wild(wild, program // HEADS, program % HEADS, HEADS, BLOCKS) != 0:
+                query_grad_tile(
+                    program,
+                    q, k, v, wq, wk, mask, dy, norms, means, references, lse, table, bounds,
+                    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+                    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+                    wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
+                    tokens, per_row, slots, scale, softcap,
+                    HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
+                    UNDIRECTED,
+                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+                )  # fmt: skip
+    else:
+        query_grad_tile(
+            tl.program_id(0),
+            q, k, v, wq, wk, mask, dy, norms, means, references, lse, table, bounds,
+            dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+            wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
+            tokens, per_row, slots, scale, softcap,
+            HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
+            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+        )  # fmt: skip
+
+
+@triton.jit
+def query_grad_tile(
+    program,
+    q, k, v, wq, wk, mask, dy, norms, means, references, lse, table, bounds,
+    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+    wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
     tokens, per_row, slots, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -49,13 +93,8 @@ def query_grad_kernel(
     HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
 ):  # fmt: skip
     """dq, dwq and the tile's own part of dk; its carry and Z before it; h_0 and lse − log2 p(0|t) of each token."""
-    head = tl.program_id(0) % HEADS
-    index = tl.program_id(0) // HEADS
-    if WILD:
-        if tl.load(wild) == 0:
-            return
-        if count_wild(wild, index, head, HEADS, BLOCKS) == 0:
-            return
+    head = program % HEADS
+    index = program // HEADS
     row, tile = (index // per_row).to(tl.int64), index % per_row
     start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
     first, stop, offset = sequence_span(sequence, bounds, tokens, slots, PACKED)
@@ -176,6 +215,60 @@ def key_grad_kernel(
     shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
+    tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens, programs,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
+):  # fmt: skip
+    """`key_grad_tile` of every tile and value head; with WILD as in `query_grad_kernel`."""
+    if WILD:
+        if tl.load(wild) == 0:
+            return
+        VALUE_HEADS: tl.constexpr = HEADS // GROUPS
+        for program in range(tl.program_id(0), programs, tl.num_programs(0)):
+            leaps = 0
+            for g in tl.static_range(GROUPS):
+                head = (program % VALUE_HEADS) * GROUPS + g
+                leaps += count_wild(wild, program // VALUE_HEADS, head, HEADS, BLOCKS)
+            if leaps != 0:
+                key_grad_tile(
+                    program,
+                    q, k, v, wq, wk, mask, dy, norms, means, references, last_norm,
+                    tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
+                    whole_carry_h,
+                    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+                    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+                    wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
+                    tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
+                    HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
+                    UNDIRECTED,
+                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, PAST, INTO,
+                )  # fmt: skip
+    else:
+        key_grad_tile(
+            tl.program_id(0),
+            q, k, v, wq, wk, mask, dy, norms, means, references, last_norm,
+            tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
+            whole_carry_h,
+            shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+            wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
+            tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
+            HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
+            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, PAST, INTO,
+        )  # fmt: skip
+
+
+@triton.jit
+def key_grad_tile(
+    program,
+    q, k, v, wq, wk, mask, dy, norms, means, references, last_norm,
+    tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h,
+    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+    wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
     tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -185,8 +278,8 @@ def key_grad_kernel(
 ):  # fmt: skip
     """dv, dwk and dk of one tile of keys, for all query heads of one value head; with PAST, of past window slots."""
     VALUE_HEADS: tl.constexpr = HEADS // GROUPS
-    value_head = tl.program_id(0) % VALUE_HEADS
-    index = tl.program_id(0) // VALUE_HEADS
+    value_head = program % VALUE_HEADS
+    index = program // VALUE_HEADS
     if PAST:
         # Per sequence, tiles of slots before its first token: −C..−1, −2C..−C−1, …
         per_sequence = tl.cdiv(slots, C)
@@ -197,14 +290,6 @@ def key_grad_kernel(
         end = start + C
         tile = sequence * 0
     else:
-        if WILD:
-            if tl.load(wild) == 0:
-                return
-            leaps = 0
-            for g in tl.static_range(GROUPS):
-                leaps += count_wild(wild, index, value_head * GROUPS + g, HEADS, BLOCKS)
-            if leaps == 0:
-                return
         row, tile = (index // per_row).to(tl.int64), index % per_row
         start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
         first, stop, offset = sequence_span(sequence, bounds, tokens, slots, PACKED)

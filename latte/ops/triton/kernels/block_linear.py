@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton.kernels.latents import dot
+from latte.ops.triton.kernels.recurrence import MASKED
 
 
 @triton.jit
@@ -63,40 +64,53 @@ def input_grad_kernel(
 
 @triton.jit
 def gradient_kernel(
-    x, dy, weight, dx, sums, tokens, part_tokens, x_token, dy_token, dy_group, dx_token,
+    x, dy, other_dy, weight, other_weight, codes, dx, sums, tokens, part_tokens, x_token, dy_token, dx_token,
     N: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one block of two matrices from one part of the tokens, where a program can hold the blocks."""
+    """All gradients of one block of two matrices from one part of the tokens, where a program can hold the blocks.
+
+    If ADD, dx has a gradient already, to which this one is added, and the biases' are not asked for. With `codes`,
+    tokens marked MASKED are not read.
+    """
     part, block = tl.program_id(0), tl.program_id(1)
     i, o = tl.arange(0, BI), tl.arange(0, BO)
-    columns = tl.trans(load_piece(weight + block * I * O, i, o, O, I, O))
-    other_columns = tl.trans(load_piece(weight + (N + block) * I * O, i, o, O, I, O))
+    narrow: tl.constexpr = dy.dtype.element_ty
+    columns = tl.trans(load_piece(weight + block * I * O, i, o, O, I, O).to(narrow))
+    other_columns = tl.trans(load_piece(other_weight + block * I * O, i, o, O, I, O).to(narrow))
     dweight, other_dweight = tl.zeros([BI, BO], tl.float32), tl.zeros([BI, BO], tl.float32)
     dbias, other_dbias = tl.zeros([BO], tl.float32), tl.zeros([BO], tl.float32)
     begin = part * part_tokens
     end = tl.minimum(begin + part_tokens, tokens)
-    dy += block * O
     for start in range(begin, end, BT):
         t = start + tl.arange(0, BT)
-        rows = tl.trans(load_piece(x + block * I, t, i, x_token, end, I))
-        pull = load_piece(dy, t, o, dy_token, end, O)
-        other_pull = load_piece(dy + dy_group, t, o, dy_token, end, O)
+        known = t
+        if codes is not None:
+            marks = tl.load(codes + t, mask=t < end, other=MASKED)
+            known = tl.where(marks == MASKED, end, t)  # beyond the end nothing is read
+        rows = tl.trans(load_piece(x + block * I, known, i, x_token, end, I).to(narrow))
+        pull = load_piece(dy + block * O, t, o, dy_token, end, O)
+        other_pull = load_piece(other_dy + block * O, t, o, dy_token, end, O)
         acc = dot(pull, columns, PRECISION) + dot(other_pull, other_columns, PRECISION)
         at = dx + block * I + t.to(tl.int64)[:, None] * dx_token + i[None, :]
-        tl.store(at, acc.to(dx.dtype.element_ty), mask=(t < end)[:, None] & (i < I)[None, :])
+        keep = (t < end)[:, None] & (i < I)[None, :]
+        if ADD:
+            acc += tl.load(at, mask=keep, other=0.0).to(tl.float32)
+        tl.store(at, acc.to(dx.dtype.element_ty), mask=keep)
         dweight += dot(rows, pull, PRECISION)
         other_dweight += dot(rows, other_pull, PRECISION)
-        dbias += tl.sum(pull.to(tl.float32), 0)
-        other_dbias += tl.sum(other_pull.to(tl.float32), 0)
-    sums += tl.cast(part, tl.int64) * (2 * N * (I + 1) * O)
+        if not ADD:
+            dbias += tl.sum(pull.to(tl.float32), 0)
+            other_dbias += tl.sum(other_pull.to(tl.float32), 0)
+    sums += tl.cast(part, tl.int64) * (2 * N * O * (I if ADD else I + 1))
     at = sums + (block * I + i[:, None]) * O + o[None, :]
     keep = (i < I)[:, None] & (o < O)[None, :]
     tl.store(at, dweight, mask=keep)
     tl.store(at + N * I * O, other_dweight, mask=keep)
-    at = sums + 2 * N * I * O + block * O + o
-    tl.store(at, dbias, mask=o < O)
-    tl.store(at + N * O, other_dbias, mask=o < O)
+    if not ADD:
+        at = sums + 2 * N * I * O + block * O + o
+        tl.store(at, dbias, mask=o < O)
+        tl.store(at + N * O, other_dbias, mask=o < O)
 
 
 @triton.jit

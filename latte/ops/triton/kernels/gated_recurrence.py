@@ -1,8 +1,8 @@
 """Kernels of the RG-LRU with its gates: what the gates are is never written to memory.
 
-A program walks the tiles of a piece of one batch row for one block of the gates' weights, which it keeps. The products
-of a tile are taken on the matrix units, CHUNK output channels at a time, and the rest is done with S tokens of one
-channel in each thread: a tile [CHUNK, C] becomes [S, L], whose lanes are the channels of G segments of S tokens each,
+A program walks the tiles of a piece of one batch row for CHUNK channels of one block of the gates' weights, which it
+keeps. The products of a tile are taken on the matrix units, and the rest is done with S tokens of one channel in each
+thread: a tile [CHUNK, C] becomes [S, L], whose lanes are the channels of G segments of S tokens each,
 L = G · CHUNK = 32 · warps and C = G · S. So the scan over the S tokens of a segment needs no exchange between threads;
 what the segments do to h is scanned once per tile.
 
@@ -110,11 +110,11 @@ def lanes(x, S: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def tile_of(x, S: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
-    """[S, L] as [CHUNK, C], a factor of products."""
+def narrowed(x, DTYPE: tl.constexpr):
+    """x as DTYPE; what float16 cannot hold is as large as it can."""
     if tl.float16 == DTYPE:
         x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
-    return tl.reshape(tl.permute(tl.reshape(x.to(DTYPE), [S, G, CHUNK]), [2, 1, 0]), [CHUNK, G * S])
+    return x.to(DTYPE)
 
 
 @triton.jit
@@ -174,52 +174,32 @@ def scan_segments(a, b, h, S: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
-def locate(pieces, N: tl.constexpr):
-    """Batch row, piece and block of a program; neighbours share rows, so that the memory is read in order."""
+def locate(pieces, N: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Batch row, piece, block and first channel in it of a program; neighbours share rows: memory is read in order."""
     program = tl.program_id(0)
-    piece = program // N
-    return tl.cast(piece // pieces, tl.int64), piece % pieces, program % N
+    piece, which = program // (N * CHUNKS), program % (N * CHUNKS)
+    return tl.cast(piece // pieces, tl.int64), piece % pieces, which // CHUNKS, which % CHUNKS * CHUNK
 
 
 @triton.jit
-def load_weights(
-    weight, block, I: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, DTYPE: tl.constexpr
-):
-    """A block's weights [out, in], one factor [CHUNK, K] for every chunk of its outputs."""
+def load_weights(weight, block, first, I: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights [out, in] of a chunk of a block's outputs, a factor [CHUNK, K]."""
     i = tl.arange(0, K)[None, :]
-    found = ()
-    for n in tl.static_range(CHUNKS):
-        o = n * CHUNK + tl.arange(0, CHUNK)[:, None]
-        at = weight + block * I * I + i * I + o
-        found = found + (tl.load(at, mask=(i < I) & (o < I), other=0.0).to(DTYPE),)
-    return found
+    o = first + tl.arange(0, CHUNK)[:, None]
+    return tl.load(weight + block * I * I + i * I + o, mask=(i < I) & (o < I), other=0.0).to(DTYPE)
 
 
 @triton.jit
-def load_biases(x, block, I: tl.constexpr, S: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
-                  CHUNKS: tl.constexpr):  # fmt: skip
-    """A bias times −log2 e, one [1, L] for every chunk of a block's channels."""
-    _, channel = places(S, G, CHUNK)
-    found = ()
-    for n in tl.static_range(CHUNKS):
-        o = n * CHUNK + channel
-        bias = tl.load(x + block * I + o, mask=o < I, other=0.0).to(tl.float32)
-        found = found + (bias[None, :] * -LOG2E,)
-    return found
+def load_bias(x, block, o, I: tl.constexpr):
+    """A bias times −log2 e at channels o [L] of a block, [1, L]."""
+    return tl.load(x + block * I + o, mask=o < I, other=0.0).to(tl.float32)[None, :] * -LOG2E
 
 
 @triton.jit
-def load_rates(a_param, block, W: tl.constexpr, I: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-               CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """−8 softplus(Λ) log2 e and σ(Λ), one [1, L] each for every chunk of a block's channels."""
-    _, channel = places(S, G, CHUNK)
-    rates = ()
-    slopes = ()
-    for n in tl.static_range(CHUNKS):
-        rate, slope = decay_rate(a_param, block * I + n * CHUNK + channel, W)
-        rates = rates + (rate[None, :] * -LOG2E,)
-        slopes = slopes + (slope[None, :],)
-    return rates, slopes
+def load_rate(a_param, cols, W: tl.constexpr):
+    """−8 softplus(Λ) log2 e and σ(Λ) of channels [L], each [1, L]."""
+    rate, slope = decay_rate(a_param, cols, W)
+    return rate[None, :] * -LOG2E, slope[None, :]
 
 
 @triton.jit
@@ -264,7 +244,6 @@ def load_lanes(x, t, real, ok, stride: tl.constexpr, S: tl.constexpr, G: tl.cons
 def store_lanes(x, t, value, real, ok, stride: tl.constexpr, S: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
                 EVEN: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     at = lane_pointers(x, t, stride, S, G, CHUNK)
-    value = value.to(x.dtype.element_ty)
     if not EVEN:
         tl.store(at, value, mask=real & ok[None, :])
     elif WHOLE:
@@ -312,30 +291,16 @@ def first_lanes(state, row, cols, W: tl.constexpr, L: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def enter_piece(
-    ends, state, row, piece, pieces, block, W: tl.constexpr, I: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, STATE: tl.constexpr, ENDS: tl.constexpr,
+    ends, state, row, piece, pieces, cols, ok, W: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr,
+    STATE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """For every chunk h before a piece [1, L], 0 if ENDS and not the first, and `first_lanes` [L]."""
-    hs = ()
-    unseens = ()
-    for n in tl.static_range(CHUNKS):
-        o = n * CHUNK + tl.arange(0, L) % CHUNK
-        h, unseen = begin_row(state, row, block * I + o, W, L, STATE)
-        h = tl.where(piece == 0, h, 0.0)
-        if not ENDS:
-            at = ends + (row * (pieces - 1) + piece - 1) * W + block * I + o
-            h += tl.load(at, mask=o < tl.where(piece > 0, I, 0), other=0.0)
-        hs = hs + (h[None, :],)
-        unseens = unseens + (tl.where(tl.arange(0, L) < CHUNK, unseen, 0),)
-    return hs, unseens
-
-
-@triton.jit
-def ones(L: tl.constexpr, CHUNKS: tl.constexpr):
-    found = ()
-    for _ in tl.static_range(CHUNKS):
-        found = found + (tl.full([1, L], 1.0, tl.float32),)
-    return found
+    """h before a piece [1, L], 0 if ENDS and not the first, and `first_lanes` [L]."""
+    h, unseen = begin_row(state, row, cols, W, L, STATE)
+    h = tl.where(piece == 0, h, 0.0)
+    if not ENDS:
+        at = ends + (row * (pieces - 1) + piece - 1) * W + cols
+        h += tl.load(at, mask=ok & (cols < tl.where(piece > 0, W, 0)), other=0.0)
+    return h[None, :], tl.where(tl.arange(0, L) < CHUNK, unseen, 0)
 
 
 @triton.jit
@@ -349,11 +314,10 @@ def save_starts(
 
 
 @triton.jit
-def store_channels(to, value, I: tl.constexpr, first, CHUNK: tl.constexpr, L: tl.constexpr, condition):
-    """Where the scalar condition holds, one chunk of a block's channels from value [1, L], alike in all segments."""
-    lane = tl.arange(0, L)
-    keep = (lane < CHUNK) & (first + lane < tl.where(condition, I, 0))
-    tl.store((to + first + lane)[None, :], value, mask=keep[None, :])
+def store_channels(to, value, cols, ok, CHUNK: tl.constexpr, L: tl.constexpr, condition):
+    """Where the scalar condition holds, a chunk's channels from value [1, L], alike in all segments."""
+    keep = (tl.arange(0, L) < tl.where(condition, CHUNK, 0)) & ok
+    tl.store((to + cols)[None, :], value, mask=keep[None, :])
 
 
 @triton.jit
@@ -372,24 +336,25 @@ def forward_kernel(
     C: tl.constexpr = G * S
     L: tl.constexpr = G * CHUNK
     WHOLE: tl.constexpr = CHUNKS * CHUNK == I
-    row, piece, block = locate(pieces - 1 if ENDS else pieces, N)
-    a_weights = load_weights(a_weight, block, I, K, CHUNK, CHUNKS, DTYPE)
-    x_weights = load_weights(x_weight, block, I, K, CHUNK, CHUNKS, DTYPE)
-    a_biases = load_biases(a_bias, block, I, S, G, CHUNK, CHUNKS)
-    x_biases = load_biases(x_bias, block, I, S, G, CHUNK, CHUNKS)
-    rates, _slopes = load_rates(a_param, block, W, I, S, G, CHUNK, CHUNKS)
+    row, piece, block, first = locate(pieces - 1 if ENDS else pieces, N, CHUNK, CHUNKS)
     token, channel = places(S, G, CHUNK)
+    ok = first + channel < I
+    cols = block * I + first + channel
+    a_factor = load_weights(a_weight, block, first, I, K, CHUNK, DTYPE)
+    x_factor = load_weights(x_weight, block, first, I, K, CHUNK, DTYPE)
+    a_shift, x_shift = load_bias(a_bias, block, first + channel, I), load_bias(x_bias, block, first + channel, I)
+    rate, _slope = load_rate(a_param, cols, W)
     start = piece * piece_length
     stop = tl.minimum(start + piece_length, tokens)
     x += row * x_row + block * I
-    y += row * tokens * W + block * I
+    y += row * tokens * W + block * I + first
     if SAVE:
-        checkpoints += row * tl.cdiv(tokens, SAVE) * W + block * I
+        checkpoints += row * tl.cdiv(tokens, SAVE) * W + block * I + first
     if CODES:
         codes += row * tokens
         lasts += row * tokens
-    hs, unseens = enter_piece(ends, state, row, piece, pieces, block, W, I, L, CHUNK, CHUNKS, STATE and not CODES, ENDS)
-    products = ones(L, CHUNKS)
+    h, unseen = enter_piece(ends, state, row, piece, pieces, cols, ok, W, L, CHUNK, STATE and not CODES, ENDS)
+    through = tl.full([1, L], 1.0, tl.float32)
     for t in range(start, stop, C):
         real_tile = t + tl.arange(0, C) < stop
         real = t + token < stop
@@ -400,44 +365,33 @@ def forward_kernel(
             real = marks != MASKED
             ended = marks_of(lasts, t, token, stop, -1)
         tile = load_tile(x, t, real_tile, X_TOKEN, I, K, C, EVEN, DTYPE)
-        after = ()
-        through = ()
-        for n in tl.static_range(CHUNKS):
-            ok = n * CHUNK + channel < I
-            cols = block * I + n * CHUNK + channel
-            inputs = load_lanes(x + n * CHUNK, t, real, ok, X_TOKEN, S, G, CHUNK, EVEN, WHOLE)
-            a_gate = lanes(dot(a_weights[n], tile, PRECISION), S, G, CHUNK) * -LOG2E + a_biases[n]
-            x_gate = lanes(dot(x_weights[n], tile, PRECISION), S, G, CHUNK) * -LOG2E + x_biases[n]
-            r, i = sigmoids(a_gate, x_gate)
-            if not EVEN:
-                r = tl.where(real, r, 0.0)
-            a, u = decay_and_rest(r, rates[n])
-            a, u, enters, past = begin(a, u, marks, state, cols, ok, unseens[n], t, W, S, STATE, CODES)
-            b = root_of(u) * (i * inputs)
+        inputs = load_lanes(x + first, t, real, ok, X_TOKEN, S, G, CHUNK, EVEN, WHOLE)
+        a_gate = lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + a_shift
+        x_gate = lanes(dot(x_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + x_shift
+        r, i = sigmoids(a_gate, x_gate)
+        if not EVEN:
+            r = tl.where(real, r, 0.0)
+        a, u = decay_and_rest(r, rate)
+        a, u, enters, past = begin(a, u, marks, state, cols, ok, unseen, t, W, S, STATE, CODES)
+        b = root_of(u) * (i * inputs)
+        if CODES:
+            b += a * past
+            a = tl.where(enters, 0.0, a)
+        a, b = tl.associative_scan((a, b), 0, compose)
+        before, h, product = scan_segments(a, b, h, S, G, CHUNK, False)
+        through *= product
+        if SAVE:
+            save_starts(checkpoints, before, t, stop, token, channel, ok, W, S, SAVE)
+        if not ENDS:
+            out = a * before + b
             if CODES:
-                b += a * past
-                a = tl.where(enters, 0.0, a)
-            a, b = tl.associative_scan((a, b), 0, compose)
-            before, h, product = scan_segments(a, b, hs[n], S, G, CHUNK, False)
-            if SAVE:
-                save_starts(checkpoints + n * CHUNK, before, t, stop, token, channel, ok, W, S, SAVE)
-            if not ENDS:
-                out = a * before + b
-                if CODES:
-                    to = final + offsets(tl.maximum(ended, 0).to(tl.int64), cols, W)
-                    tl.store(to, out, mask=(ended >= 0) & ok[None, :])
-                    out = tl.where(real, out, 0.0)
-                if y.dtype.element_ty == tl.float16:
-                    out = tl.minimum(tl.maximum(out, -HALF_MAX), HALF_MAX)
-                store_lanes(y + n * CHUNK, t, out, t + token < stop, ok, W, S, G, CHUNK, EVEN, WHOLE)
-            after = after + (h,)
-            through = through + (products[n] * product,)
-        hs = after
-        products = through
-    for n in tl.static_range(CHUNKS):
-        if ENDS:
-            to = (row * (pieces - 1) + piece) * W + block * I
-            store_channels(decays + to, products[n], I, n * CHUNK, CHUNK, L, True)
-            store_channels(ends + to, hs[n], I, n * CHUNK, CHUNK, L, True)
-        elif not CODES:
-            store_channels(final + row * W + block * I, hs[n], I, n * CHUNK, CHUNK, L, piece == pieces - 1)
+                to = final + offsets(tl.maximum(ended, 0).to(tl.int64), cols, W)
+                tl.store(to, out, mask=(ended >= 0) & ok[None, :])
+                out = tl.where(real, out, 0.0)
+            store_lanes(y, t, narrowed(out, y.dtype.element_ty), t + token < stop, ok, W, S, G, CHUNK, EVEN, WHOLE)
+    if ENDS:
+        to = (row * (pieces - 1) + piece) * W
+        store_channels(decays + to, through, cols, ok, CHUNK, L, True)
+        store_channels(ends + to, h, cols, ok, CHUNK, L, True)
+    elif not CODES:
+        store_channels(final + row * W, h, cols, ok, CHUNK, L, piece == pieces - 1)
