@@ -35,7 +35,7 @@ class Binary:
 
 @pytest.fixture
 def plan() -> plans.Plan:
-    return plans.Plan(64, {}, 4, {}, {}, {})
+    return plans.Plan(64, {}, {}, {}, {}, {})
 
 
 def launch(plan: plans.Plan, kernel: Kernel, tensors: tuple, numbers: tuple = (3,), aligned: bool = True) -> str:

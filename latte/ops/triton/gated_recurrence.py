@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     registers: int = 0  # of a thread at most, where products are of 16 bits; 0 for as many as it likes
 
 
-FORWARD_SHAPE, BACKWARD_SHAPE = Shape(16, 4, 4, 128), Shape(8, 4, 4, 128)
+FORWARD_SHAPE, BACKWARD_SHAPE = Shape(16, 2, 8, 128), Shape(8, 4, 4, 128)
 
 
 def recur_gated(

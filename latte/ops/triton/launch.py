@@ -140,9 +140,7 @@ def tile_states(call: Call) -> States:
         "walk", walk_kernel, (pieces, heads, blocks),
         (k, v, mask, tile_norm, tile_mean, tile_keys, piece_norm, piece_mean, last_norm, last_mean, wild, tiles.table),
         (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, *call.spread),
-        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None,
-             num_warps=plan.walk_warps, num_stages=3),
-        call.aligned,
+        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None, **plan.walk), call.aligned,
     )  # fmt: skip
     plan.launch(
         "scan", piece_scan_kernel, (tiles.rows, heads, latents),

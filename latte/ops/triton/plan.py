@@ -41,8 +41,8 @@ class Plan:
 
     tile: int
     shared: dict[str, Any]  # constants of the output and gradient kernels, and of others by name
-    walk_warps: int
-    output: dict[str, int]  # what the kernel takes besides
+    walk: dict[str, int]  # what the kernel takes besides
+    output: dict[str, int]
     query_grad: dict[str, int]
     key_grad: dict[str, int]
     compiled: dict[Any, Any] = field(default_factory=dict)
@@ -118,17 +118,23 @@ def make_plan(form: Form) -> Plan:
     }
     warps = 8 if widest > 128 else 4
     heavy = widest * (4 if exact else 2) > 256
-    narrow = widest <= 64 and block_l <= 32 and not exact
+    small = not exact and block_l <= 32 and widest <= 128
 
     def options(keys: int, stages: int, registers: int) -> dict[str, int]:
         """Keys of the window (for keys' gradients, queries) that one step takes, and how many steps reach back."""
         keys = min(keys, tile)
         near = triton.cdiv(max(form.window - 1, 0), keys)
         found = {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": 1 if heavy else stages}
-        return {**found, "maxnreg": registers} if narrow else found  # fewer registers, more programs at a time
+        return {**found, "maxnreg": registers} if registers else found  # fewer registers, more programs at a time
 
-    walk_warps = 1 if narrow and block_l == 16 else 4
-    return Plan(tile, shared, walk_warps, options(64, 2, 128), options(32, 3, 168), options(32, 3, 168))
+    if small and widest <= 64:
+        walk = {"num_warps": 1 if block_l == 16 else 4, "num_stages": 3}
+        return Plan(tile, shared, walk, options(64, 2, 128), options(32, 3, 168), options(32, 3, 168))
+    if small and widest <= 96:  # rows in two parts
+        walk = {"num_warps": 2, "num_stages": 2}
+        return Plan(tile, shared, walk, options(64, 2, 168), options(32, 3, 168), options(32, 3, 168))
+    output = options(32, 3, 168) if small else options(64, 2, 0)
+    return Plan(tile, shared, {"num_warps": 4, "num_stages": 3}, output, options(32, 3, 0), options(32, 3, 0))
 
 
 def pick(constants: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from latte.ops.triton.kernels.forward import latent_block, logit_sums
 from latte.ops.triton.kernels.latents import (
     MINUS_INF,
     decay,
-    dot,
     exp,
     exp2,
     latent_factors,
@@ -21,15 +20,26 @@ from latte.ops.triton.kernels.latents import (
     latent_scores,
     lower,
 )
-from latte.ops.triton.kernels.states import count_wild, mean_rows
+from latte.ops.triton.kernels.rows import (
+    add_weighted,
+    load_means,
+    load_rows,
+    narrow,
+    only_real,
+    plus,
+    products,
+    scaled,
+    store_means,
+    store_rows,
+    zero_rows,
+)
+from latte.ops.triton.kernels.states import count_wild
 from latte.ops.triton.kernels.tiles import locate
 from latte.ops.triton.kernels.window import (
     capped,
     in_window,
-    load_rows,
     real_rows,
     sequence_span,
-    store_rows,
     unit,
     window_scores,
 )
@@ -99,7 +109,6 @@ def query_grad_tile(
     start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
     first, stop, offset = sequence_span(sequence, bounds, tokens, slots, PACKED)
     t = start + tl.arange(0, C)
-    d = tl.arange(0, BD)
     inside = t < end
     if MASKED:
         mask += row * mask_row
@@ -113,20 +122,20 @@ def query_grad_tile(
         q += row * q_row + head * q_head
         k += row * k_row + head * k_head
         logits, _, _, _, _ = latent_block(
-            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         peak, inverse, window_share = logit_sums(
-            logits, q, k, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            logits, q, k, norms, means, references, index, sequence, start, q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
 
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
         norm2 = tl.load(lse + row_at, mask=inside, other=0.0)
-        weighted_keys = tl.zeros([C, BE], tl.float32)  # Σ a g k
-        mean_keys = tl.zeros([C, BE], tl.float32)  # Σ a k
+        weighted_keys = zero_rows(C, KEY_WIDTH, BE)  # Σ a g k
+        mean_keys = zero_rows(C, KEY_WIDTH, BE)  # Σ a k
         h_local = tl.zeros([C], tl.float32)
         factor = unit(scale, softcap, CAPPED)
         low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))
@@ -141,29 +150,29 @@ def query_grad_tile(
                 queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
             )
             weights = exp2(scores * factor - norm2[:, None])
-            weighted = weights * dot(pull, tl.trans(values), PRECISION)
+            weighted = weights * products(pull, values, PRECISION)
             h_local += tl.sum(weighted, 1)
             if CAPPED:
                 weighted = weighted * slope
                 weights = weights * slope
-            weighted_keys += dot(weighted.to(keys.dtype), keys, PRECISION)
-            mean_keys += dot(weights.to(keys.dtype), keys, PRECISION)
+            weighted_keys = add_weighted(weighted_keys, weighted, keys, PRECISION)
+            mean_keys = add_weighted(mean_keys, weights, keys, PRECISION)
         tl.store(local_h + row_at, h_local, mask=inside)
-        dwindow = (weighted_keys - h_local[:, None] * mean_keys) * scale
+        dwindow = scaled(plus(weighted_keys, scaled(mean_keys, -h_local[:, None])), scale)
         if LATENTS:
-            dwindow = dwindow * window_share[:, None]
+            dwindow = scaled(dwindow, window_share[:, None])
             log_share = tl.where(window_share > 0, tl.log2(tl.where(window_share > 0, window_share, 1.0)), MINUS_INF)
             norm2 = norm2 - log_share
         if not FULL:
-            dwindow = tl.where(real[:, None], dwindow, 0.0)
-        store_rows(dwq + token_at * KEY_WIDTH, dwindow, start, HEADS * KEY_WIDTH, inside, C, KEY_WIDTH, BE, FULL)
+            dwindow = only_real(dwindow, real)
+        store_rows(dwq + token_at * KEY_WIDTH, dwindow, start, HEADS * KEY_WIDTH, inside, C, KEY_WIDTH, FULL)
         tl.store(shifted_lse + row_at, norm2, mask=inside)
 
     if LATENTS:
-        products = tl.zeros([C, C], tl.float32)
+        pulls = tl.zeros([C, C], tl.float32)
         if CAUSAL:
             values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-            products = tl.where(lower(C), dot(pull, tl.trans(values), PRECISION), 0.0)
+            pulls = tl.where(lower(C), products(pull, values, PRECISION), 0.0)
         average = tl.zeros([C], tl.float32)
         if WINDOW > 0:
             average += window_share * h_local
@@ -172,15 +181,15 @@ def query_grad_tile(
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
                 logits, keys_l, before, mean, reference = latent_block(
-                    q, k, norms, means, references, index, sequence, start, l, d, q_token, k_token, real, head,
-                    HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                    q, k, norms, means, references, index, sequence, start, l, q_token, k_token, real, head,
+                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
                 p = exp(logits - peak[:, None]) * inverse[:, None]
                 if not FULL:
                     p = tl.where(real[:, None], p, 0.0)
-                h = dot(pull, tl.trans(mean.to(pull.dtype)), PRECISION)
+                h = products(pull, narrow(mean, pull[0].dtype), PRECISION)
                 if CAUSAL:
-                    h = latent_means(products, h, keys_l, before, reference, C, BL, HALF, WILD)
+                    h = latent_means(pulls, h, keys_l, before, reference, C, BL, HALF, WILD)
                 if again == 0:
                     average += tl.sum(p * h, 1)
                 if BLOCKS == 1 or again == 1:
@@ -194,13 +203,11 @@ def query_grad_tile(
                     through = p
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
                     if CAUSAL:
-                        own, through = latent_key_grads(products, p, h, keys_l, before, reference, C, BL, HALF, WILD)
+                        own, through = latent_key_grads(pulls, p, h, keys_l, before, reference, C, BL, HALF, WILD)
                         tl.store(dk + at * NUM + l[None, :], own, mask=keep)
                     carry_h = tl.sum(through * h, 0)
-                    carry = dot(tl.trans(through).to(pull.dtype), pull, PRECISION)
-                    carry_ptr = mean_rows(tile_carry, carry_at, d, WIDTH)
-                    keep_l = (l < NUM)[:, None] & (d < WIDTH)[None, :]
-                    tl.store(carry_ptr, carry.to(tile_carry.dtype.element_ty), mask=keep_l)
+                    carry = add_weighted(zero_rows(BL, WIDTH, BD), tl.trans(through), pull, PRECISION)
+                    store_means(tile_carry, carry, carry_at, l < NUM, WIDTH)
                     tl.store(tile_carry_h + carry_at, carry_h, mask=l < NUM)
         if WINDOW > 0:
             dlogit = tl.where(real, window_share * (h_local - average), 0.0)
@@ -294,7 +301,6 @@ def key_grad_tile(
         start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
         first, stop, offset = sequence_span(sequence, bounds, tokens, slots, PACKED)
     s = start + tl.arange(0, C)
-    d = tl.arange(0, BD)
     inside = s < end
     exists = inside & (s >= first - slots)
     if MASKED:
@@ -303,13 +309,13 @@ def key_grad_tile(
     v += row * v_row + value_head * v_head
     dy += row * dy_row
     values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-    dvalues = tl.zeros([C, BD], tl.float32)
+    dvalues = zero_rows(C, WIDTH, BD)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     if WINDOW > 0:
         keys = load_rows(
             wk + row * wk_row + value_head * wk_head, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL
         )
-        dkeys = tl.zeros([C, BE], tl.float32)
+        dkeys = zero_rows(C, KEY_WIDTH, BE)
         wq += row * wq_row
 
     for g in range(GROUPS):
@@ -331,78 +337,77 @@ def key_grad_tile(
                     keys, queries, t, s, real_t, real, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL, PRECISION
                 )
                 weights = exp2(scores * factor - norm2[None, :])
-                products = dot(values, tl.trans(pull), PRECISION)
-                dscores = weights * (products - mean_h[None, :])
+                dscores = weights * (products(values, pull, PRECISION) - mean_h[None, :])
                 if CAPPED:
                     dscores = dscores * slope
-                dvalues += dot(weights.to(pull.dtype), pull, PRECISION)
-                dkeys += dot(dscores.to(queries.dtype), queries, PRECISION)
+                dvalues = add_weighted(dvalues, weights, pull, PRECISION)
+                dkeys = add_weighted(dkeys, dscores, queries, PRECISION)
 
         if LATENTS and not PAST:
             q_here, k_here = q + row * q_row + head * q_head, k + row * k_row + head * k_head
             logits, keys_l, before, _, reference = latent_block(
-                q_here, k_here, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token,
+                q_here, k_here, norms, means, references, index, sequence, start, tl.arange(0, BL), q_token,
                 k_token, real, head,
-                HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
             )  # fmt: skip
             if CAUSAL:
                 here = load_rows(dy + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
                 peak, inverse, _ = logit_sums(
-                    logits, q_here, k_here, norms, means, references, index, sequence, start, d, q_token, k_token,
+                    logits, q_here, k_here, norms, means, references, index, sequence, start, q_token, k_token,
                     real, head,
-                    HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                    HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
                 if block > 0:
                     logits, keys_l, before, _, reference = latent_block(
-                        q_here, k_here, norms, means, references, index, sequence, start, l, d, q_token, k_token, real,
+                        q_here, k_here, norms, means, references, index, sequence, start, l, q_token, k_token, real,
                         head,
-                        HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                        HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                     )  # fmt: skip
                 at = ((row * tokens + s.to(tl.int64)) * HEADS + head)[:, None] * NUM + l[None, :]
                 keep = inside[:, None] & (l < NUM)[None, :]
-                inside_l = (l < NUM)[:, None] & (d < WIDTH)[None, :]
                 if CAUSAL:
                     p = exp(logits - peak[:, None]) * inverse[:, None]
                     left, right, _ = latent_factors(p, keys_l, before, reference, C, BL, HALF, WILD)
                     own = tl.where(lower(C), latent_scores(left, right, keys_l, C, WILD), 0.0)
                     if not FULL:
                         own = tl.where(real[:, None], own, 0.0)
-                    dvalues += dot(tl.trans(own).to(here.dtype), here, PRECISION)
+                    dvalues = add_weighted(dvalues, tl.trans(own), here, PRECISION)
                     norm = norm_after(tile, row, sequence, norms, last_norm, l, table, per_row, head,
                                       HEADS, NUM, PACKED)  # fmt: skip
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
                     carry, carry_h = carry_into(
                         after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm,
-                        l, d, table, per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, False, INTO,
+                        l, table, per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, BD, PACKED, False, INTO,
                     )  # fmt: skip
-                    carry += tl.load(mean_rows(tile_carry, carry_at, d, WIDTH), mask=inside_l, other=0.0).to(tl.float32)
+                    own_carry = load_means(tile_carry, carry_at, l < NUM, WIDTH, BD)
+                    carry = plus(carry, narrow(own_carry, tl.float32))
                     carry_h += tl.load(tile_carry_h + carry_at, mask=l < NUM, other=0.0)
                     grads = tl.load(dk_own + at, mask=keep, other=0.0)
                 else:
                     norm = before
                     whole_at = (tl.maximum(sequence, 0).to(tl.int64) * HEADS + head) * NUM + l
-                    carry = tl.load(mean_rows(whole_carry, whole_at, d, WIDTH), mask=inside_l, other=0.0)
+                    carry = load_means(whole_carry, whole_at, l < NUM, WIDTH, BD)
                     carry_h = tl.load(whole_carry_h + whole_at, mask=l < NUM, other=0.0)
                     grads = tl.zeros([C, BL], tl.float32)
                 share = decay(keys_l, tl.broadcast_to(norm[None, :], [C, BL]))
-                narrow = carry.to(values.dtype)
-                dvalues += dot(share.to(values.dtype), narrow, PRECISION)
-                grads += share * (dot(values, tl.trans(narrow), PRECISION) - carry_h[None, :])
+                carry = narrow(carry, values[0].dtype)
+                dvalues = add_weighted(dvalues, share, carry, PRECISION)
+                grads += share * (products(values, carry, PRECISION) - carry_h[None, :])
                 if not FULL:
                     grads = tl.where(real[:, None], grads, 0.0)
                 tl.store(dk + at, grads.to(dk.dtype.element_ty), mask=keep)
 
     at = (row * key_tokens + offset) * VALUE_HEADS + value_head
     if not FULL:
-        dvalues = tl.where(real[:, None], dvalues, 0.0)
-    store_rows(dv + at * WIDTH, dvalues, start, VALUE_HEADS * WIDTH, exists, C, WIDTH, BD, FULL)
+        dvalues = only_real(dvalues, real)
+    store_rows(dv + at * WIDTH, dvalues, start, VALUE_HEADS * WIDTH, exists, C, WIDTH, FULL)
     if WINDOW > 0:
-        dkeys = dkeys * scale
+        dkeys = scaled(dkeys, scale)
         if not FULL:
-            dkeys = tl.where(real[:, None], dkeys, 0.0)
-        store_rows(dwk + at * KEY_WIDTH, dkeys, start, VALUE_HEADS * KEY_WIDTH, exists, C, KEY_WIDTH, BE, FULL)
+            dkeys = only_real(dkeys, real)
+        store_rows(dwk + at * KEY_WIDTH, dkeys, start, VALUE_HEADS * KEY_WIDTH, exists, C, KEY_WIDTH, FULL)
 
 
 @triton.jit
@@ -411,7 +416,7 @@ def key_scores(
     CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`window_scores` the other way round: keys s are rows, queries t columns."""
-    scores, slope = capped(dot(keys, tl.trans(queries), PRECISION), scale, softcap, CAPPED)
+    scores, slope = capped(products(keys, queries, PRECISION), scale, softcap, CAPPED)
     visible = in_window(t[None, :], s[:, None], WINDOW, CAUSAL)
     if not FULL:
         visible = visible & real_s[:, None] & real_t[None, :]

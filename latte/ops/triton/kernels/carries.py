@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton.kernels.latents import MINUS_INF, decay, dot, exp, finite
+from latte.ops.triton.kernels.rows import load_means, plus, scaled, store_means
 from latte.ops.triton.kernels.states import mean_rows
 from latte.ops.triton.kernels.tiles import ends_of, given, sequence_of
 
@@ -140,36 +141,38 @@ def carry_scan_kernel(
 
 @triton.jit
 def carry_into(
-    after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm, l, d, table,
+    after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm, l, table,
     per_row, per_piece, pieces, head,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
-    INTO: tl.constexpr,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
-    """What reaches a place with normaliser `norm` in a tile from after its piece, or from its sequence's last state."""
+    """What reaches a place with normaliser `norm` in a tile from after its piece, or from its sequence's last state.
+
+    The carry comes in parts, as `rows.py` has them.
+    """
     piece = tile // per_piece
     index = (((row * pieces + piece) * HEADS + head) * NUM + l).to(tl.int64)
     into_at = (tl.maximum(sequence, 0).to(tl.int64) * HEADS + head) * NUM + l
     inside_l = given(sequence >= 0, l < NUM)
-    inside = inside_l[:, None] & (d < WIDTH)[None, :]
     same = sequence == sequence
     if PACKED:
         end = tl.minimum((piece + 1) * per_piece, per_row) - 1
         same = sequence_of(end, row, table, per_row, PACKED) == sequence
-    carry = tl.load(mean_rows(after_carry, index, d, WIDTH), mask=given(same, inside), other=0.0)
+    carry = load_means(after_carry, index, given(same, inside_l), WIDTH, BD)
     carry_h = tl.load(after_carry_h + index, mask=given(same, inside_l), other=0.0)
     if not WHOLE:
         later = tl.load(piece_end + index, mask=given(same, inside_l), other=MINUS_INF)
     if PACKED:
         ended = same == 0
         if INTO:
-            carry += tl.load(mean_rows(into_mean, into_at, d, WIDTH), mask=given(ended, inside), other=0.0)
+            carry = plus(carry, load_means(into_mean, into_at, given(ended, inside_l), WIDTH, BD))
             carry_h += tl.load(into_h + into_at, mask=given(ended, inside_l), other=0.0)
         if not WHOLE:
             final = tl.load(last_norm + into_at, mask=given(ended, inside_l), other=MINUS_INF)
             later = tl.where(ended, final, later)
     if not WHOLE:
         kept = decay(norm, later)
-        carry = kept[:, None] * carry
+        carry = scaled(carry, kept[:, None])
         carry_h = kept * carry_h
     return carry, carry_h
 
@@ -185,18 +188,16 @@ def carry_finish_kernel(
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, tile, _ = ends_of(sequence, ends, sequences, per_row, PACKED)
     l = block * BL + tl.arange(0, BL)
-    d = tl.arange(0, BD)
     if tile >= 0:
         index = (((row * per_row + tile) * HEADS + head) * NUM + l).to(tl.int64)
         norm = tl.load(before + index, mask=l < NUM, other=MINUS_INF) if not WHOLE else tl.zeros([BL], tl.float32)
         carry, carry_h = carry_into(
-            after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm, l, d, table,
-            per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, PACKED, WHOLE, INTO,
+            after_carry, after_carry_h, piece_end, last_norm, into_mean, into_h, row, tile, sequence, norm, l, table,
+            per_row, per_piece, pieces, head, HEADS, NUM, WIDTH, BD, PACKED, WHOLE, INTO,
         )  # fmt: skip
         first = (sequence.to(tl.int64) * HEADS + head) * NUM + l
-        inside = (l < NUM)[:, None] & (d < WIDTH)[None, :]
-        carry += tl.load(mean_rows(first_carry, first, d, WIDTH), mask=inside, other=0.0)
+        carry = plus(carry, load_means(first_carry, first, l < NUM, WIDTH, BD))
         carry_h += tl.load(first_carry_h + first, mask=l < NUM, other=0.0)
         tl.debug_barrier()  # what is overwritten has been read by all
-        tl.store(mean_rows(first_carry, first, d, WIDTH), carry, mask=inside)
+        store_means(first_carry, carry, first, l < NUM, WIDTH)
         tl.store(first_carry_h + first, carry_h, mask=l < NUM)

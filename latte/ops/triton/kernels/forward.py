@@ -5,7 +5,6 @@ import triton.language as tl
 
 from latte.ops.triton.kernels.latents import (
     MINUS_INF,
-    dot,
     exp,
     exp2,
     finite,
@@ -15,9 +14,19 @@ from latte.ops.triton.kernels.latents import (
     log_norms,
     lower,
 )
-from latte.ops.triton.kernels.states import count_wild, mean_rows
+from latte.ops.triton.kernels.rows import (
+    add_weighted,
+    load_means,
+    load_rows,
+    narrow,
+    only_real,
+    scaled,
+    store_rows,
+    zero_rows,
+)
+from latte.ops.triton.kernels.states import count_wild
 from latte.ops.triton.kernels.tiles import locate
-from latte.ops.triton.kernels.window import load_rows, real_rows, sequence_span, store_rows, unit, window_scores
+from latte.ops.triton.kernels.window import real_rows, sequence_span, unit, window_scores
 
 
 @triton.jit
@@ -38,8 +47,9 @@ def load_latents(
 
 @triton.jit
 def latent_block(
-    q, k, norms, means, references, index, sequence, start, l, d, q_token, k_token, real, head,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
+    q, k, norms, means, references, index, sequence, start, l, q_token, k_token, real, head,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    BL: tl.constexpr,
     SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr, HALF: tl.constexpr,
     WILD: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +65,7 @@ def latent_block(
     else:
         at = tl.maximum(sequence, 0).to(tl.int64) * HEADS + head
     before = tl.load(norms + at * NUM + l, mask=l < NUM, other=MINUS_INF)
-    inside = (l < NUM)[:, None] & (d < WIDTH)[None, :]
-    mean = tl.load(mean_rows(means, at * NUM + l, d, WIDTH), mask=inside, other=0.0)
+    mean = load_means(means, at * NUM + l, l < NUM, WIDTH, BD)
     if not CAUSAL:
         reference = finite(before)
     if UNDIRECTED:
@@ -69,8 +78,9 @@ def latent_block(
 
 @triton.jit
 def logit_sums(
-    logits, q, k, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
+    logits, q, k, norms, means, references, index, sequence, start, q_token, k_token, real, head,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    BL: tl.constexpr,
     BLOCKS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr,
     HALF: tl.constexpr, WILD: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +92,9 @@ def logit_sums(
     total = tl.sum(exp(logits - finite(peak)[:, None]), 1)
     for block in tl.static_range(1, BLOCKS):
         logits, _, _, _, _ = latent_block(
-            q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), d, q_token, k_token,
+            q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), q_token, k_token,
             real, head,
-            HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(logits, 1))
         total = total * exp(peak - finite(higher)) + tl.sum(exp(logits - finite(higher)[:, None]), 1)
@@ -156,12 +166,11 @@ def output_tile(
     start, end, sequence = locate(tile, row, table, tokens, per_row, C, PACKED)
     first, stop, offset = sequence_span(sequence, bounds, tokens, slots, PACKED)
     t = start + tl.arange(0, C)
-    d = tl.arange(0, BD)
     if MASKED:
         mask += row * mask_row
     real = real_rows(t, start, end, offset, mask, MASKED)
     v += row * v_row + (head // GROUPS) * v_head
-    acc = tl.zeros([C, BD], tl.float32)
+    acc = zero_rows(C, WIDTH, BD)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     OWN: tl.constexpr = CAUSAL and LATENTS  # the tile's own tokens come last, in one product for window and latents
     if WINDOW > 0:
@@ -171,18 +180,17 @@ def output_tile(
         q += row * q_row + head * q_head
         k += row * k_row + head * k_head
         logits, keys_l, before, mean, reference = latent_block(
-            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), d, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         logit_peak, inverse, window_share = logit_sums(
-            logits, q, k, norms, means, references, index, sequence, start, d, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            logits, q, k, norms, means, references, index, sequence, start, q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         through = exp(logits - logit_peak[:, None]) * inverse[:, None]
         if CAUSAL:  # now, while few registers are taken
             left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
-        narrow: tl.constexpr = v.dtype.element_ty
-        through = through.to(narrow)
+        through = through.to(v.dtype.element_ty)
 
     if WINDOW > 0:
         peak = tl.full([C], MINUS_INF, tl.float32)
@@ -200,7 +208,7 @@ def output_tile(
                 queries, keys, t, s, real, real_s, total, peak, scale, softcap, factor,
                 WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION,
             )  # fmt: skip
-            acc = acc * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
+            acc = add_weighted(scaled(acc, shrink[:, None]), weights, values, PRECISION)
         if OWN:
             keys = load_rows(wk, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL)
             own, shrink, total, peak = window_weights(
@@ -214,9 +222,9 @@ def output_tile(
             share = share * window_share
         if OWN:
             own = own * share[:, None]
-            acc = acc * (shrink * share)[:, None]
+            acc = scaled(acc, (shrink * share)[:, None])
         else:
-            acc = acc * share[:, None]
+            acc = scaled(acc, share[:, None])
     elif OWN:
         own = tl.zeros([C, C], tl.float32)
 
@@ -224,23 +232,23 @@ def output_tile(
         for block in tl.static_range(BLOCKS):
             if block > 0:
                 logits, keys_l, before, mean, reference = latent_block(
-                    q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), d, q_token,
+                    q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), q_token,
                     k_token, real, head,
-                    HEADS, NUM, WIDTH, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
                 through = exp(logits - logit_peak[:, None]) * inverse[:, None]
                 if CAUSAL:
                     left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
-                through = through.to(narrow)
+                through = through.to(v.dtype.element_ty)
             if CAUSAL:
                 own += latent_scores(left, right, keys_l, C, WILD)
-            acc += dot(through, mean.to(narrow), PRECISION)
+            acc = add_weighted(acc, through, narrow(mean, v.dtype.element_ty), PRECISION)
     if OWN:
         values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-        acc += dot(tl.where(lower(C), own, 0.0).to(values.dtype), values, PRECISION)
+        acc = add_weighted(acc, tl.where(lower(C), own, 0.0), values, PRECISION)
     if not FULL:
-        acc = tl.where(real[:, None], acc, 0.0)
-    store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, t < end, C, WIDTH, BD, FULL)
+        acc = only_real(acc, real)
+    store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, t < end, C, WIDTH, FULL)
 
 
 @triton.jit

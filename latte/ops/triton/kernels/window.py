@@ -1,9 +1,10 @@
-"""Kernel parts for loading rows of tokens, and for the window: which keys a token sees, and scores in base 2."""
+"""Kernel parts for the window: which keys a token sees, and scores in base 2."""
 
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import LOG2_E, MINUS_INF, dot, exp
+from latte.ops.triton.kernels.latents import LOG2_E, MINUS_INF, exp
+from latte.ops.triton.kernels.rows import products
 
 
 @triton.jit
@@ -19,38 +20,6 @@ def sequence_span(sequence, bounds, tokens, slots, PACKED: tl.constexpr):
         stop = first + tokens
         offset = first + slots
     return first, stop, offset
-
-
-@triton.jit
-def load_rows(x, begin, token_stride, real, C: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr):
-    """C rows of a head from token `begin` on, [C B]; what is not real is not read and gives 0. FULL: all are."""
-    column = tl.arange(0, B)
-    at = x + begin.to(tl.int64) * token_stride + (tl.arange(0, C)[:, None] * token_stride + column[None, :])
-    if FULL and WIDTH == B:
-        rows = tl.load(at)
-    elif FULL:
-        rows = tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
-    elif WIDTH == B:
-        rows = tl.load(at, mask=real[:, None], other=0.0)
-    else:
-        rows = tl.load(at, mask=real[:, None] & (column < WIDTH)[None, :], other=0.0)
-    return rows
-
-
-@triton.jit
-def store_rows(
-    x, rows, begin, token_stride, inside, C: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr
-):
-    """Write rows [C B] of a head from token `begin` on where inside."""
-    column = tl.arange(0, B)
-    at = x + begin.to(tl.int64) * token_stride + (tl.arange(0, C)[:, None] * token_stride + column[None, :])
-    rows = rows.to(x.dtype.element_ty)
-    if FULL and WIDTH == B:
-        tl.store(at, rows)
-    elif WIDTH == B:
-        tl.store(at, rows, mask=inside[:, None])
-    else:
-        tl.store(at, rows, mask=inside[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -106,7 +75,7 @@ def window_scores(
     CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores (in `unit`s) of queries t (rows) and keys s (columns), −inf outside the window, and the cap's slope."""
-    scores, slope = capped(dot(queries, tl.trans(keys), PRECISION), scale, softcap, CAPPED)
+    scores, slope = capped(products(queries, keys, PRECISION), scale, softcap, CAPPED)
     visible = in_window(t[:, None], s[None, :], WINDOW, CAUSAL)
     if not FULL:
         visible = visible & real_s[None, :] & real_t[:, None]
