@@ -86,11 +86,14 @@ class Plan:
     def _rest(self) -> Iterator[Case]:
         for table in sorted(self.tables, key=(FIGURE, TRAINING, FORWARD).index):
             for entries in self.shapes if table == FIGURE else [self.pair]:
-                for context, entry in itertools.product(self.options.contexts, entries):
+                for context, entry in itertools.product(self.options.contexts, entries[:2]):
                     yield Case(table, entry, context)
 
     def _second_opinions(self) -> Iterator[Case]:
-        """The transformer with another kernel, and another transformer."""
+        """The figure's third models; the transformer with another kernel, and another transformer."""
+        if FIGURE in self.tables:
+            for (_, _, *others), context in itertools.product(self.shapes, self.options.contexts):
+                yield from (Case(FIGURE, entry, context) for entry in others)
         name = self.options.peer
         others = Entry(name, CUDNN), LlamaEntry("Llama by Transformers", FLASH, name)
         if self.options.peers and TRAINING in self.tables:

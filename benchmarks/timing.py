@@ -136,5 +136,5 @@ def step_times(step: Step, device: str, least: int = 5, budget: float = 1.5, war
     (first,) = run(1)
     warmed = run(warm)
     torch.cuda.reset_peak_memory_stats()
-    count = max(least, min(50, int(budget / warmed[-1])))
+    count = max(min(least, ENOUGH) if warmed[-1] > WARM_UP else least, min(50, int(budget / warmed[-1])))
     return StepTimes(first, median(run(count)), torch.cuda.max_memory_allocated() / 2**30)

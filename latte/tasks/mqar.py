@@ -13,7 +13,7 @@ from latte.tasks.base import Batch, Budget, Plan, Sums, Task, TaskData
 from latte.tasks.generation import BLOCK, block_generator, blocks, check_counts, distinct
 from latte.tasks.store import fingerprint
 
-VERSION = 1  # of the generator: goes up when the same settings give other examples
+VERSION = 2  # of the generator: goes up when the same settings give other examples
 FILLER = 0
 FIGURE_5 = ((128, 8), (256, 16), (512, 32), (512, 64))  # lengths and pairs at which models are compared
 
@@ -58,9 +58,11 @@ class MQARSettings:
 
 
 class RecallExamples:
-    """Sequences key value key value …, then queries: each key once more, and its value right after it.
+    """Sequences key value key value …, then queries: each key once more, after which its value is to be predicted.
 
-    The rest is filler. Example i has the (i mod n)-th of the n numbers of pairs.
+    The rest is filler, and so is what a model reads in an answer's place: answers that later queries could see would
+    tell which values are still to come, and to guess among those is learnt long before recall, and instead of it.
+    Example i has the (i mod n)-th of the n numbers of pairs.
     """
 
     def __init__(self, settings: MQARSettings, seed: int, split: str, examples: int) -> None:
@@ -79,11 +81,12 @@ class RecallExamples:
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         tokens = torch.from_numpy(self.tokens[index].astype(np.int64))
-        return {"input_ids": tokens, "labels": tokens.masked_fill(~torch.from_numpy(self.answers[index]), IGNORED)}
+        answers = torch.from_numpy(self.answers[index])
+        return {"input_ids": tokens.masked_fill(answers, FILLER), "labels": tokens.masked_fill(~answers, IGNORED)}
 
 
 def recall_block(settings: MQARSettings, pairs: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a block of sequences [BLOCK, length], and which of them are answers.
+    """Tokens of a block of sequences [BLOCK, length], answers included, and which of them are answers.
 
     As in Zoology, a query takes two of the tokens after the pairs, and the places of queries are drawn without
     replacement with the weights of the gap law, for one key after the other.

@@ -43,7 +43,8 @@ def test_against_float64(tokens: int) -> None:
         assert relative_error(actual, wanted) < 1e-2
 
 
-@pytest.mark.parametrize(("width", "latents"), [(16, 64), (32, 32), (32, 48), (32, 128), (64, 64), (256, 64)])
+@pytest.mark.parametrize(("width", "latents"), [(16, 64), (32, 32), (32, 48), (32, 128), (64, 64), (96, 16), (72, 40),
+                                                (128, 16), (256, 64)])  # fmt: skip
 def test_widths_and_latents(width: int, latents: int) -> None:
     """Blocks of every shape: compilers have misread some of them."""
     given = inputs(2, 512, width=width, latents=latents)

@@ -48,12 +48,12 @@ def test_every_answer_follows_from_the_tokens_before(chosen, seed):
         answers = [place for place, label in enumerate(labels) if label != -100]
         assert len(tokens) == len(labels) == chosen.length
         assert len(answers) == pairs
-        assert all(recall(tokens, place) == labels[place] == tokens[place] for place in answers)
+        assert all(recall(tokens, place) == labels[place] and tokens[place] == FILLER for place in answers)
         keys, values = tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
         assert sorted(tokens[place - 1] for place in answers) == sorted(keys)  # each is asked for once
         assert len(set(keys)) == len(set(values)) == pairs
         assert 0 < min(keys) <= max(keys) < chosen.vocab_size // 2 <= min(values) <= max(values) < chosen.vocab_size
-        assert tokens.count(FILLER) == chosen.length - 4 * pairs
+        assert tokens.count(FILLER) == chosen.length - 3 * pairs
 
 
 def test_an_example_depends_on_seed_split_and_index_alone():
