@@ -57,10 +57,15 @@ def markdown(rows: list[list[str]]) -> str:
 def run_table(document: Document) -> list[list[str]]:
     head = ["run", "parameters", "steps", "tokens", "seconds", "at the end"]
     return [head] + [
-        [run["label"], f"{run['parameters']:,}", f"{run['steps']:,}", f"{run['tokens']:,}", f"{run['seconds']:,.0f}",
-         f"{run['metric']} {run['final'][run['metric']]:.4g}"]
+        [run["label"], "" if run["parameters"] is None else f"{run['parameters']:,}", steps_of(run),
+         f"{run['tokens']:,}", f"{run['seconds']:,.0f}", f"{run['metric']} {run['final'][run['metric']]:.4g}"]
         for run in document["runs"]
     ]  # fmt: skip
+
+
+def steps_of(run: dict[str, Any]) -> str:
+    planned = run.get("planned_steps")
+    return f"{run['steps']:,}" if planned is None else f"{run['steps']:,}, stopped ({planned:,} planned)"
 
 
 def pairs_of(run: dict[str, Any]) -> dict[int, float]:

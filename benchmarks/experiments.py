@@ -65,16 +65,18 @@ def split(pair: str) -> tuple[str, str]:
 def run(label: str, folder: Path) -> dict[str, Any]:
     """Settings, curves and the end of a run; the folder's files are those of `latte train`."""
     saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     checks = [row for row in rows if row["split"] == "validation"]
     metric = next(name for name in CURVES if name in checks[-1])
+    whole = (folder / "result.json").exists()
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8")) if whole else cut_short(rows)
     return {
         "label": label,
         "task": saved["task"],
         "settings": without_paths(told(saved["run"], saved["settings"])),
         "parameters": result["parameters"],
         "steps": result["step"],
+        **({} if whole else {"planned_steps": saved["run"]["steps"]}),
         "tokens": result["tokens"],
         "seconds": round(result["seconds"], 1),
         "metric": metric,
@@ -83,6 +85,14 @@ def run(label: str, folder: Path) -> dict[str, Any]:
         "final": result["test"] or result["validation"],
         "versions": saved["versions"],
     }
+
+
+def cut_short(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a run that was stopped has in place of a result: where it stood, and its last validation."""
+    last = [row for row in rows if row["split"] == "train"][-1]
+    validation = [row for row in rows if row["split"] == "validation"][-1]
+    stood = {name: last[name] for name in ("step", "tokens", "seconds")}
+    return {**stood, "parameters": None, "test": None, "validation": validation}
 
 
 def told(training: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:

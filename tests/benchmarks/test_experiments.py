@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docs, experiments
+from benchmarks import docs, experiment_docs, experiments
 
 RUN = {
     "task": "mqar",
@@ -92,6 +92,19 @@ def test_the_page(written: Path, tmp_path: Path) -> None:
         assert words in page
     drawn = (tmp_path / "docs" / "assets").glob("h200-mqar-*.svg")
     assert len(list(drawn)) == 4
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps(RUN | {"run": RUN["run"] | {"steps": 9}}))
+    rows = [METRICS[0] | {"seconds": 4.5}, *METRICS[1:]]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kept = experiments.run("ours", run)
+    assert (kept["steps"], kept["planned_steps"], kept["seconds"], kept["final"]["accuracy"]) == (1, 9, 4.5, 0.5)
+    assert experiment_docs.run_table({"runs": [kept]})[1] == [
+        "ours", "", "1, stopped (9 planned)", "1,024", "4", "accuracy 0.5"
+    ]  # fmt: skip
 
 
 def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
