@@ -3,15 +3,15 @@
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from latte.layers.checks import check_choice, check_count, check_multiple
+from latte.layers.checks import check_choice, check_count
 from latte.layers.initialization import reset_linear
 from latte.layers.mixers import make_mixer
 from latte.layers.norms import RMSNorm
 from latte.layers.positions import count_tokens, token_positions
+from latte.layers.projections import are_plain, head_width, project, value_heads
 from latte.layers.rotary import apply_rotary, check_rotary
 from latte.layers.rotary import rotary as make_rotary
 from latte.layers.softmax import SoftmaxRoom, SoftmaxState, advance_softmax, extend_softmax_, softmax_attention
@@ -370,45 +370,3 @@ class LatteAttention(nn.Module):
     def extra_repr(self) -> str:
         settings = ("num_heads", "num_latents", "window", "num_value_heads", "causal", "rope_theta")
         return ", ".join(f"{name}={getattr(self, name)}" for name in settings)
-
-
-def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """The output of each; for several tokens, of plain layers, by one product, whose gradient is one product too."""
-    if (
-        not are_plain(*linears) or x.shape[1] == 1
-    ):  # for one token, putting the weights side by side would cost more than it saves
-        return [linear(x) for linear in linears]
-    weight = torch.cat([linear.weight for linear in linears])
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return list(F.linear(x, weight, bias).split([linear.out_features for linear in linears], dim=-1))
-
-
-def are_plain(*linears: nn.Module) -> bool:
-    """Whether their weights may be used without calling them."""
-    return all(type(linear) is nn.Linear and not has_hooks(linear) for linear in linears)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone wants to see, or change, what goes into a module and comes out; some put a forward of theirs."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return bool(hooks) or "forward" in vars(module)
-
-
-def head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """`head_dim`, or what hidden_size leaves for each of the heads."""
-    if head_dim is not None:
-        check_count("head_dim", head_dim)
-        return head_dim
-    check_multiple(
-        "hidden_size", hidden_size, "num_heads", num_heads, "choose num_heads that divide it or set head_dim"
-    )
-    return hidden_size // num_heads
-
-
-def value_heads(num_heads: int, num_value_heads: int | None) -> int:
-    """`num_value_heads`, or as many as there are heads."""
-    if num_value_heads is None:
-        return num_heads
-    check_count("num_value_heads", num_value_heads)
-    check_multiple("num_heads", num_heads, "num_value_heads", num_value_heads, "choose a divisor")
-    return num_value_heads

@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from latte.layers.attention import head_width, value_heads
 from latte.layers.checks import check_count
 from latte.layers.initialization import reset_linear
+from latte.layers.projections import head_width, value_heads
 from latte.ops import LatteState, latte_attention
 from latte.ops.checks import check_cu_seqlens, check_kind, check_mask, check_shape
 from latte.ops.states import accumulation_dtype, merge

@@ -7,11 +7,12 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from latte.layers.attention import FEATURE_MAPS, head_width, value_heads
+from latte.layers.attention import FEATURE_MAPS
 from latte.layers.checks import check_choice, check_count
 from latte.layers.feedforward import ACTIVATIONS, FEEDFORWARDS
 from latte.layers.mixers import MIXERS
 from latte.layers.norms import NORMS
+from latte.layers.projections import head_width, value_heads
 from latte.models.presets import preset_settings
 
 POSITIONS = ("none", "learned", "sinusoidal")

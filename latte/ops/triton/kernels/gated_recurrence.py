@@ -259,6 +259,34 @@ def marks_of(codes, t, token, stop, other: tl.constexpr):
 
 
 @triton.jit
+def tile_marks(codes, t, token, stop, C: tl.constexpr, CODES: tl.constexpr):
+    """Which tokens of the tile at t are real, along it [C] and where `token` [S, L] says, and the marks there."""
+    if CODES:
+        real_tile = marks_of(codes, t, tl.arange(0, C), stop, MASKED) != MASKED
+        marks = marks_of(codes, t, token, stop, MASKED)
+        real = marks != MASKED
+    else:
+        real_tile = t + tl.arange(0, C) < stop
+        marks = token
+        real = t + token < stop
+    return real_tile, real, marks
+
+
+@triton.jit
+def gates_of(
+    tile, a_factor, x_factor, a_shift, x_shift, real, S: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both gates of a tile, [S, L]; that of the recurrence is 0 where a token is not real."""
+    a_gate = lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + a_shift
+    x_gate = lanes(dot(x_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + x_shift
+    r, gate = sigmoids(a_gate, x_gate)
+    if not EVEN:
+        r = tl.where(real, r, 0.0)
+    return r, gate
+
+
+@triton.jit
 def begin(
     a, u, marks, state, cols, ok, unseen, t, W: tl.constexpr, S: tl.constexpr, STATE: tl.constexpr, CODES: tl.constexpr
 ):
@@ -356,21 +384,12 @@ def forward_kernel(
     h, unseen = enter_piece(ends, state, row, piece, pieces, cols, ok, W, L, CHUNK, STATE and not CODES, ENDS)
     through = tl.full([1, L], 1.0, tl.float32)
     for t in range(start, stop, C):
-        real_tile = t + tl.arange(0, C) < stop
-        real = t + token < stop
-        marks = token
+        real_tile, real, marks = tile_marks(codes, t, token, stop, C, CODES)
         if CODES:
-            real_tile = marks_of(codes, t, tl.arange(0, C), stop, MASKED) != MASKED
-            marks = marks_of(codes, t, token, stop, MASKED)
-            real = marks != MASKED
             ended = marks_of(lasts, t, token, stop, -1)
         tile = load_tile(x, t, real_tile, X_TOKEN, I, K, C, EVEN, DTYPE)
         inputs = load_lanes(x + first, t, real, ok, X_TOKEN, S, G, CHUNK, EVEN, WHOLE)
-        a_gate = lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + a_shift
-        x_gate = lanes(dot(x_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + x_shift
-        r, i = sigmoids(a_gate, x_gate)
-        if not EVEN:
-            r = tl.where(real, r, 0.0)
+        r, i = gates_of(tile, a_factor, x_factor, a_shift, x_shift, real, S, G, CHUNK, EVEN, PRECISION)
         a, u = decay_and_rest(r, rate)
         a, u, enters, past = begin(a, u, marks, state, cols, ok, unseen, t, W, S, STATE, CODES)
         b = root_of(u) * (i * inputs)

@@ -15,6 +15,7 @@ from latte.ops.triton.kernels.gated_recurrence import (
     compose_seen,
     decay_and_rest,
     first_lanes,
+    gates_of,
     inverse_root,
     lanes,
     load_bias,
@@ -29,13 +30,13 @@ from latte.ops.triton.kernels.gated_recurrence import (
     places,
     scan_segments,
     sigmoid,
-    sigmoids,
     store_channels,
     store_lanes,
+    tile_marks,
     turned,
 )
 from latte.ops.triton.kernels.latents import dot, exp2
-from latte.ops.triton.kernels.recurrence import LOG2E, MASKED
+from latte.ops.triton.kernels.recurrence import LOG2E
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -96,12 +97,8 @@ def piece_starts_kernel(
     tiles = tl.cdiv(stop - start, C)
     for k in range(tiles):
         t = start + (tiles - 1 - k) * C
-        real_tile = t + tl.arange(0, C) < stop
-        real = t + token < stop
+        real_tile, real, marks = tile_marks(codes, t, token, stop, C, CODES)
         if CODES:
-            real_tile = marks_of(codes, t, tl.arange(0, C), stop, MASKED) != MASKED
-            marks = marks_of(codes, t, token, stop, MASKED)
-            real = marks != MASKED
             ended = marks_of(lasts, t, token, stop, -1)
         tile = load_tile(x, t, real_tile, X_TOKEN, I, K, C, EVEN, DTYPE)
         pull = load_lanes(dy, t, real, ok, Y_TOKEN, S, G, CHUNK, EVEN, WHOLE)
@@ -160,23 +157,14 @@ def gate_grad_kernel(
     for k in range(tiles):
         t = start + (tiles - 1 - k) * C
         inside = t + token < stop
-        real_tile = t + tl.arange(0, C) < stop
-        real = inside
-        marks = token
+        real_tile, real, marks = tile_marks(codes, t, token, stop, C, CODES)
         if CODES:
-            real_tile = marks_of(codes, t, tl.arange(0, C), stop, MASKED) != MASKED
-            marks = marks_of(codes, t, token, stop, MASKED)
-            real = marks != MASKED
             ended = marks_of(lasts, t, token, stop, -1)
         tile = load_tile(x, t, real_tile, X_TOKEN, I, K, C, EVEN, DTYPE)
         before = tl.load(checkpoints + tl.cast(t // EVERY, tl.int64) * W + cols, mask=ok, other=0.0)[None, :]
         inputs = load_lanes(x + first, t, real, ok, X_TOKEN, S, G, CHUNK, EVEN, WHOLE)
         pull = load_lanes(dy, t, real, ok, Y_TOKEN, S, G, CHUNK, EVEN, WHOLE)
-        a_gate = lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + a_shift
-        x_gate = lanes(dot(x_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + x_shift
-        r, gate = sigmoids(a_gate, x_gate)
-        if not EVEN:
-            r = tl.where(real, r, 0.0)
+        r, gate = gates_of(tile, a_factor, x_factor, a_shift, x_shift, real, S, G, CHUNK, EVEN, PRECISION)
         a, u = decay_and_rest(r, rate)
         a, u, enters, past = begin(a, u, marks, state, cols, ok, unseen, t, W, S, STATE, CODES)
         root = inverse_root(u)
