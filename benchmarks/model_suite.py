@@ -91,9 +91,8 @@ class Plan:
 
     def _second_opinions(self) -> Iterator[Case]:
         """The figure's third models; the transformer with another kernel, and another transformer."""
-        if FIGURE in self.tables:
-            for (_, _, *others), context in itertools.product(self.shapes, self.options.contexts):
-                yield from (Case(FIGURE, entry, context) for entry in others)
+        for _, _, third in self.shapes if FIGURE in self.tables else ():
+            yield from (Case(FIGURE, third, context) for context in self.options.contexts)
         name = self.options.peer
         others = Entry(name, CUDNN), LlamaEntry("Llama by Transformers", FLASH, name)
         if self.options.peers and TRAINING in self.tables:

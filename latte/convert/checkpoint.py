@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
+from latte.convert.calibration import calibrate
 from latte.convert.folder import check_free, check_space, whole_folder
 from latte.convert.latents import new_parameters
 from latte.convert.model import convert
@@ -21,6 +24,7 @@ from latte.models.converted_configuration import check_conversion
 from latte.models.families import FAMILIES
 
 DEFAULT_SHARD = "5GB"
+Calibration = Callable[[Any], Sequence[Tensor]]
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -53,6 +57,7 @@ class Conversion:
     new_parameters: int
     bytes: int
     seconds: float
+    calibration_tokens: int = 0  # of the text by which latents were calibrated
 
 
 def convert_checkpoint(
@@ -66,12 +71,14 @@ def convert_checkpoint(
     overwrite: bool = False,
     gguf_file: str | None = None,
     seed: int = 0,
+    calibration: Calibration | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
     """Convert the model called `name` and write it, with its tokenizer, to the folder `out`.
 
     With `low_memory` the source's files are read tensor by tensor and at most one file of the output is in memory.
-    The folder appears when it is complete. `seed` is that of the new weights.
+    The folder appears when it is complete. `seed` is that of the new weights. `calibration` makes of the source's
+    tokenizer the rows for `calibrate`, which runs on a GPU where there is one.
     """
     start = time.perf_counter()
     check_conversion(settings.window, settings.num_latents, settings.mixer, settings.initial_window_share)
@@ -79,11 +86,14 @@ def convert_checkpoint(
     source = find_source(name, gguf_file, note)
     if low_memory and source.gguf_file is not None:
         raise ValueError("--low-memory does not read GGUF, which is decoded as a whole; leave it out")
+    if low_memory and calibration is not None:
+        raise ValueError("--calibrate runs the whole source, which --low-memory never holds; leave one of them out")
     check_free(out, source.folder, overwrite)
-    job = Job(source, out, settings, dtype, shard, seed, note)
-    with failures_explained(low_memory or source.gguf_file is not None), torch.random.fork_rng(devices=[]):
-        model = convert_streamed(job) if low_memory else convert_loaded(job)
-    return report(name, out, model, time.perf_counter() - start)
+    job = Job(source, out, settings, dtype, shard, seed, calibration, note)
+    spared = low_memory or source.gguf_file is not None or calibration is not None  # as far as that can be
+    with failures_explained(spared), torch.random.fork_rng(devices=[]):
+        model, tokens = (convert_streamed(job), 0) if low_memory else convert_loaded(job)
+    return report(name, out, model, time.perf_counter() - start, tokens)
 
 
 @dataclass(frozen=True)
@@ -94,22 +104,29 @@ class Job:
     dtype: str
     shard: int | None
     seed: int
+    calibration: Calibration | None
     note: Callable[[str], None]
 
 
-def convert_loaded(job: Job) -> LatteConvertedForCausalLM:
+def convert_loaded(job: Job) -> tuple[LatteConvertedForCausalLM, int]:
+    """The model that was written, and with how many tokens it was calibrated."""
     if job.source.gguf_file is None:
         conversion_config(job.source.config(), **vars(job.settings))  # what cannot be is found before weights are read
+    rows = [] if job.calibration is None else job.calibration(job.source.tokenizer())
     job.note(f"reading {job.source.name}")
     source = job.source.load(job.dtype)
     torch.manual_seed(job.seed)
     model = convert(source, **vars(job.settings))
+    tokens = sum(map(len, rows))
+    if job.calibration is not None:
+        job.note(f"calibrating the latents on {len(rows)} stretches of text, {tokens:,} tokens")
+        calibrate(model, source, rows, device="cuda" if torch.cuda.is_available() else "cpu")
     check_space(job.out, sum(weight.nbytes for weight in model.parameters()))
     job.note(f"writing {job.out}")
     with whole_folder(job.out) as folder:
         model.save_pretrained(folder, max_shard_size=job.shard or DEFAULT_SHARD)
         job.source.copy_companions(folder)
-    return model
+    return model, tokens
 
 
 def convert_streamed(job: Job) -> LatteConvertedForCausalLM:
@@ -141,6 +158,8 @@ def failures_explained(spared: bool) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise ValueError(f"a file of the source's weights is broken ({error}); copy it again") from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError("the GPU's memory is full; use fewer --calibration-tokens or --calibration-texts") from error
     except MemoryError as error:
         raise ValueError(f"the machine's memory is full; {remedy}") from error
     except RuntimeError as error:
@@ -149,7 +168,7 @@ def failures_explained(spared: bool) -> Iterator[None]:
         raise ValueError(f"the machine's memory is full; {remedy}") from error
 
 
-def report(name: str, out: Path, model: LatteConvertedForCausalLM, seconds: float) -> Conversion:
+def report(name: str, out: Path, model: LatteConvertedForCausalLM, seconds: float, tokens: int) -> Conversion:
     config = model.config
     return Conversion(
         source=name,
@@ -166,4 +185,5 @@ def report(name: str, out: Path, model: LatteConvertedForCausalLM, seconds: floa
         new_parameters=sum(weight.numel() for weight in new_parameters(model).values()),
         bytes=sum(path.stat().st_size for path in out.glob("*.safetensors")),
         seconds=seconds,
+        calibration_tokens=tokens,
     )

@@ -73,8 +73,7 @@ def restore(converted: LatteConvertedForCausalLM) -> PreTrainedModel:
     config = converted.config.source_config()
     with torch.device("meta"):
         source = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if softcapped(config) else "sdpa")
-    source.load_state_dict(converted.state_dict(), strict=False, assign=True)
-    _share_buffers(converted, source)
+    share_weights(converted, source)
     source.generation_config = copy.deepcopy(converted.generation_config)
     return source.train(converted.training)
 
@@ -83,6 +82,12 @@ def softcapped(config: PreTrainedConfig) -> bool:
     """Whether scores are bounded, which PyTorch's own attention does not do."""
     word = find_family(config).softcap
     return word is not None and getattr(config, word) is not None
+
+
+def share_weights(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Put the tensors of `one` into `other`, in the places of the same names; what has no place there is left out."""
+    other.load_state_dict(one.state_dict(), strict=False, assign=True)
+    _share_buffers(one, other)
 
 
 def _share_buffers(one: PreTrainedModel, other: PreTrainedModel) -> None:

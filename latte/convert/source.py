@@ -50,6 +50,16 @@ class Source:
             raise ValueError(f"SOURCE {self.name}: it has no tensor {missing[0]}; copy the model again")
         return model
 
+    def tokenizer(self) -> Any:
+        """The tokenizer that belongs to the model."""
+        if self.gguf_file is not None:
+            return self._tokenizer_from_gguf(self.gguf_file)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError, KeyError) as error:
+            why = " ".join(str(error).split())[:160]
+            raise ValueError(f"SOURCE {self.name}: it has no tokenizer that Transformers can load ({why})") from error
+
     def copy_companions(self, out: Path) -> None:
         """Put tokenizer, chat template and licence into `out`."""
         if self.gguf_file is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from latte.convert import convert
+from latte.convert import calibrate, convert
 from tests.convert.sources import FAMILIES, LATENTS, LOCAL, disturb_latents, make_source, make_tokens
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +51,13 @@ def test_training_compiled():
     loss = torch.compile(model, fullgraph=True)(tokens, labels=tokens).loss
     torch.testing.assert_close(loss, model(tokens, labels=tokens).loss, rtol=1e-3, atol=1e-3)
     loss.backward()
+
+
+def test_calibration():
+    source = make_source("llama").cuda()
+    model = convert(source, window=7, num_latents=LATENTS, mixer="none")
+    before = model(make_tokens(2, 71).cuda()).logits
+    calibrate(model, source, list(make_tokens(3, 71)))
+    after = model(make_tokens(2, 71).cuda()).logits
+    assert after.isfinite().all()
+    assert not torch.equal(before, after)
