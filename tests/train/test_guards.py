@@ -185,17 +185,18 @@ def test_rolling_back_has_an_end(tmp_path):
 
 
 def test_a_second_signal_has_its_usual_effect():
+    # raised in this thread: one that is sent to the process may reach another thread first, and this one later
     with Interrupts(launched=False) as interrupts:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert interrupts.received == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_launcher_may_pass_a_signal_on():
     with Interrupts(launched=True) as interrupts:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         assert interrupts.received == signal.SIGINT
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
