@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.pictures import Lines, draw_lines
 
-FILES = ("h200-lm.json", "h200-mqar.json", "h200-smollm2.json", "cpu-smollm2.json", "h200-gemma3.json")
+FILES = ("h200-lm.json", "h200-mqar.json", "cpu-mqar.json", "h200-smollm2.json", "cpu-smollm2.json", "h200-gemma3.json")
 INTRODUCTION = """\
 # Experiments
 
