@@ -28,12 +28,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return block_linear_forward(x, weight, bias)
 
 
-def _options(weight: Tensor) -> dict[str, Any]:
-    groups, blocks, size, out = weight.shape
-    exact = weight.dtype == torch.float32
+def _options(blocks: int, size: int, out: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels are compiled for; `dtype` is that of the products' factors."""
+    exact = dtype == torch.float32
     return {
-        "GROUPS": groups, "N": blocks, "I": size, "O": out, "BT": TILE,
-        "BI": _piece(size), "BO": _piece(out), "PRECISION": "tf32x3" if exact else "tf32", "num_warps": 4,
+        "N": blocks, "I": size, "O": out, "BT": TILE, "BI": _piece(size), "BO": _piece(out),
+        "PRECISION": "tf32x3" if exact else "tf32", "num_warps": 4,
     }  # fmt: skip
 
 
@@ -51,16 +51,16 @@ def even_rows(x: Tensor) -> Tensor:
 @torch.library.custom_op("latte::block_linear_forward", mutates_args=())
 def block_linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Both y [B T N·O]."""
-    _, blocks, _, out = weight.shape
+    groups, blocks, size, out = weight.shape
     batch, length, _ = x.shape
     y, other = (torch.empty((batch, length, blocks * out), dtype=x.dtype, device=x.device) for _ in range(2))
     if y.numel() == 0:
         return y, other
-    x, weight, options = even_rows(x), weight.to(x.dtype).contiguous(), _options(weight.to(x.dtype))
+    x, weight, options = even_rows(x), weight.to(x.dtype).contiguous(), _options(blocks, size, out, x.dtype)
     grid = (triton.cdiv(batch * length, options["BT"]), blocks, triton.cdiv(out, options["BO"]))
     launch(
         forward_kernel, grid, x, weight, bias.contiguous(), y, batch * length, x.stride(1), y.stride(1),
-        _distance(y, other), **options,
+        _distance(y, other), GROUPS=groups, **options,
     )  # fmt: skip
     return y, other
 
@@ -92,15 +92,14 @@ def launch_gradients(
     """
     blocks, size, out = weight.shape
     tokens = x.shape[0] * x.shape[1]
-    options = _options(weight[None].to(dy.dtype))
-    del options["GROUPS"]
     part = _part(tokens)
     each = 2 * blocks * (size if add else size + 1) * out
     sums = empty((triton.cdiv(tokens, part), each), torch.float32, x.device)
     launch(
         gradient_kernel, (len(sums), blocks),
         x, dy, other_dy, weight, other_weight, codes, dx, sums,
-        tokens, part, x.stride(1), dy.stride(1), dx.stride(1), ADD=add, **options,
+        tokens, part, x.stride(1), dy.stride(1), dx.stride(1), ADD=add,
+        **_options(blocks, size, out, dy.dtype),
     )  # fmt: skip
     return sums
 
@@ -113,7 +112,7 @@ def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) 
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, torch.zeros_like(weight), weight.new_zeros((groups, blocks * out), dtype=torch.float32)
-    options = _options(weight.to(x.dtype))
+    options = _options(blocks, size, out, x.dtype)
     x, narrow = even_rows(x), weight.to(x.dtype).contiguous()
     dy, other = (z.to(x.dtype).contiguous() for z in (dy, other))
     if size <= options["BI"] and out <= options["BO"]:
@@ -125,11 +124,11 @@ def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) 
         pieces = triton.cdiv(size, options["BI"])
         launch(
             input_grad_kernel, (triton.cdiv(tokens, options["BT"]), blocks, pieces),
-            dy, narrow, dx, tokens, *strides, dx.stride(1), **options,
+            dy, narrow, dx, tokens, *strides, dx.stride(1), GROUPS=groups, **options,
         )  # fmt: skip
         launch(
             weight_grad_kernel, (len(sums), groups * blocks, pieces * triton.cdiv(out, options["BO"])),
-            x, dy, sums, tokens, part, x.stride(1), *strides, **options,
+            x, dy, sums, tokens, part, x.stride(1), *strides, GROUPS=groups, **options,
         )  # fmt: skip
     dweight, dbias = add_parts(sums, tuple(weight.shape), weight.dtype)
     return dx, dweight, dbias.view(groups, -1)
