@@ -61,7 +61,7 @@ class RecallExamples:
     """Sequences key value key value …, then queries: each key once more, after which its value is to be predicted.
 
     The rest is filler, and so is what a model reads in an answer's place: answers that later queries could see would
-    tell which values are still to come, and to guess among those is learnt long before recall, and instead of it.
+    tell which values are still to come, and a model could learn to guess among those instead.
     Example i has the (i mod n)-th of the n numbers of pairs.
     """
 

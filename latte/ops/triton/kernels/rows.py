@@ -126,7 +126,7 @@ def add_weighted(acc, weights, rows, PRECISION: tl.constexpr):
 
 @triton.jit
 def scaled(rows, factor):
-    """Rows times a factor each [C], or one for all."""
+    """Rows times a factor each [C 1], or one for all."""
     found = (rows[0] * factor,)
     if len(rows) > 1:
         found = found + (rows[1] * factor,)
