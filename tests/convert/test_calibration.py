@@ -299,7 +299,8 @@ def test_on_the_command_line(folder, text, tmp_path, capsys):
     torch.manual_seed(0)
     expected = convert(source, window=WINDOW, num_latents=LATENTS, mixer="none")
     middles = make_tokens(6, 200)[:4, 100:180]
-    calibrate(expected, source, [torch.cat([torch.tensor([BEGIN]), row]) for row in middles])
+    rows = [torch.cat([torch.tensor([BEGIN]), row]) for row in middles]
+    calibrate(expected, source, rows, device="cuda" if torch.cuda.is_available() else "cpu")  # as the command does
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(made.state_dict()[name], weight, rtol=1e-5, atol=1e-6)
     held_out = make_rows(3, seed=11)

@@ -28,9 +28,10 @@ GROUPED = Sizes(batch=1, value_heads=1, groups=2, latents=3, width=7, window_wid
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Two tiles a piece, so that a few hundred tokens have several."""
-    from latte.ops.triton import tiles
+    from latte.ops.triton import launch, tiles
 
-    monkeypatch.setattr(tiles, "_pieces", lambda per_row: (2, (per_row + 1) // 2))
+    for module, name in ((tiles, "_pieces"), (launch, "spread")):
+        monkeypatch.setattr(module, name, lambda per_row: (2, (per_row + 1) // 2))
 
 
 def case_on(device: str, form: str, tokens: int, **options) -> Case:
@@ -132,6 +133,25 @@ def test_same_bits_every_time(device: str) -> None:
     case = case_on(device, "macchiato", 131, sizes=ONE, mask="holes")
     first, second = evaluate(case, "triton"), evaluate(case, "triton")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_states_made_again_are_those_of_the_forward_pass(
+    device: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward may keep the states before tiles or make them again from those before pieces: the same bits."""
+    from latte.ops.triton import plan
+
+    case = case_on(device, "macchiato", 300, sizes=ONE, state=not packed)
+    if packed:
+        case = case.with_options(cu_seqlens=torch.tensor([0, 131, 131, 136, 300], device=device))
+    found = []
+    for small in (True, False):
+        monkeypatch.setattr(plan, "states_are_small", lambda *_, small=small: small)
+        plan.make_plan.cache_clear()
+        found.append(evaluate(case, "triton"))
+    plan.make_plan.cache_clear()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_masked_contents_do_not_matter(device: str) -> None:

@@ -64,7 +64,7 @@ def _check_sizes(k: Tensor | None, v: Tensor, window_q: Tensor | None) -> None:
             raise ValueError(f'{name} has {size} {what}; the Triton kernels take up to {most}; use backend="torch"')
 
 
-KEPT = 5  # tensors that backward keeps besides the inputs and the state: States without its last two, and lse
+KEPT = launch.KEPT + 1  # tensors that backward keeps besides the inputs and the state: of states, and lse
 
 
 def _forward(
@@ -76,18 +76,18 @@ def _forward(
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
     call = launch.Call(_inputs(*tensors), launch.Options(*options))
 
-    def run() -> tuple[launch.States | None, Tensor, Tensor]:
-        states = launch.tile_states(call) if k is not None else None
-        return states, *launch.outputs(call, states)
+    def run() -> tuple[Tensor, ...]:
+        if k is None:
+            y, lse = launch.outputs(call, None)
+            last = call.empty(call.tiles.sequences, call.form.heads, 0)
+            return y, last, call.empty(*last.shape, v.shape[3]), *(call.empty(0) for _ in range(launch.KEPT)), lse
+        states = launch.tile_states(call)
+        y, lse = launch.outputs(call, states)
+        return y, states.last_norm, states.last_mean, *launch.states_to_keep(call, states), lse
 
     with torch.cuda.device_of(v):
         _prepare(call, "forward", run)
-        states, y, lse = run()
-    if states is None:
-        last = call.empty(call.tiles.sequences, call.form.heads, 0)
-        none = [call.empty(0) for _ in range(KEPT - 1)]
-        return y, last, call.empty(*last.shape, v.shape[3]), *none, lse
-    return y, states.last_norm, states.last_mean, *states[:4], lse
+        return run()
 
 
 def _prepare(call: launch.Call, what: str, run: Callable[[], object]) -> None:
@@ -104,16 +104,15 @@ def _backward(
     """Gradients of DIFFERENTIABLE, None for absent inputs; kept is what `_forward` gave after y."""
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
     call = launch.Call(_inputs(*tensors), launch.Options(*options))
-    last, last_mean, norm, means, keys, wild, lse = kept
-    into = states = None
-    if k is not None:
-        states = launch.States(norm, means, keys, wild, last, last_mean)
-        if dmean is not None or dlog_norm is not None:
-            carry = torch.zeros_like(last_mean) if dmean is None else dmean.float().contiguous()
-            carry_h = (carry * last_mean).sum(dim=-1)
-            into = (carry, carry_h if dlog_norm is None else carry_h - dlog_norm.float())
+    last, last_mean, *kept, lse = kept
+    into = None
+    if k is not None and (dmean is not None or dlog_norm is not None):
+        carry = torch.zeros_like(last_mean) if dmean is None else dmean.float().contiguous()
+        carry_h = (carry * last_mean).sum(dim=-1)
+        into = (carry, carry_h if dlog_norm is None else carry_h - dlog_norm.float())
 
     def run() -> launch.Gradients:
+        states = None if k is None else launch.kept_states(call, kept, last, last_mean)
         return launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into)
 
     with torch.cuda.device_of(v):
@@ -239,14 +238,8 @@ def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values,
     lse = call.empty(*((call.batch, form.heads, call.tokens) if window_q is not None else (0,)))
     state = (tiles.sequences, form.heads, form.latents)
     last, last_mean = call.empty(*state), call.empty(*state, call.width)
-    if k is None:
-        return [y, last, last_mean, *(call.empty(0) for _ in range(KEPT - 1)), lse]
-    tile = (tiles.total, *state[1:])
-    return [
-        y, last, last_mean, call.empty(*tile), call.empty(*tile, call.width, dtype=v.dtype),
-        call.empty(*tile[:2], 3, tile[2]),
-        call.empty(1 + tiles.total * form.heads * call.plan.shared["BLOCKS"], dtype=torch.int32), lse,
-    ]  # fmt: skip
+    shapes = launch.kept_shapes(call) if k is not None else [((0,), torch.float32)] * launch.KEPT
+    return [y, last, last_mean, *(call.empty(*shape, dtype=dtype) for shape, dtype in shapes), lse]
 
 
 @torch.library.custom_op("latte::mixture_triton_backward", mutates_args=())

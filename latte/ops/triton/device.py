@@ -1,5 +1,7 @@
 """What the kernels need of a machine, and checks that would otherwise stall it."""
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -35,3 +37,9 @@ def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
     if _checked.get(cu_seqlens) != stamp:
         sequence_bounds(cu_seqlens, tokens)
         _checked[cu_seqlens] = stamp
+
+
+@cache
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends: NVIDIA's from compute capability 9 on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

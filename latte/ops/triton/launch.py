@@ -1,21 +1,24 @@
 """The launches of one call: states, outputs, gradients."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from latte.ops.triton.device import launches_overlap
 from latte.ops.triton.kernels.backward import key_grad_kernel, query_grad_kernel
 from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
 from latte.ops.triton.kernels.forward import output_kernel
-from latte.ops.triton.kernels.states import merge_kernel, piece_scan_kernel, walk_kernel
+from latte.ops.triton.kernels.states import prefix_kernel, tile_kernel
 from latte.ops.triton.plan import Form, aligned, make_plan, pick
 from latte.ops.triton.replay import empty
-from latte.ops.triton.tiles import Tiles, lay_tiles
+from latte.ops.triton.tiles import Tiles, lay_tiles, spread
 
 WILD_PROGRAMS = 512  # enough to fill a GPU with wild tiles, and soon gone where there are none
-SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED")
+LANES = ("HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", "EARLY")
+SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED", "EARLY")
 
 
 class Inputs(NamedTuple):
@@ -52,7 +55,7 @@ class States(NamedTuple):
 
     norm: Tensor  # [tiles H L] before each tile
     mean: Tensor  # [tiles H L D]
-    keys: Tensor  # [tiles H 3 L] reference, first and smallest key
+    peak: Tensor  # [tiles H L] the largest of each tile's keys
     wild: Tensor  # [1 + tiles H blocks] int32: whether any tile is wild, then each
     last_norm: Tensor  # [N H L] after each sequence
     last_mean: Tensor  # [N H L D]
@@ -60,7 +63,7 @@ class States(NamedTuple):
     def seen(self, causal: bool) -> tuple[Tensor, ...]:
         """What a token's latents see: the state before its tile, or that of its sequence."""
         norm, mean = (self.norm, self.mean) if causal else (self.last_norm, self.last_mean)
-        return (norm, mean, self.keys, self.wild)
+        return (norm, mean, self.peak, self.wild)
 
 
 class Call:
@@ -81,7 +84,7 @@ class Call:
         form = Form(
             heads, inputs.v.shape[2], 0 if inputs.k is None else inputs.k.shape[3], self.width, key_width,
             options.window, inputs.v.dtype, dtypes, options.causal, options.undirected, packed, masked,
-            options.softcap > 0, inputs.first_norm is not None, full,
+            options.softcap > 0, inputs.first_norm is not None, full, launches_overlap(inputs.v.device),
         )  # fmt: skip
         self.form, self.plan = form, make_plan(form)
         self.tiles: Tiles = lay_tiles(self.batch, self.tokens, self.plan.tile, inputs.cu_seqlens)
@@ -111,17 +114,15 @@ class Call:
 
 
 def tile_states(call: Call) -> States:
-    """The latents' states before tiles, pieces and after sequences."""
+    """The latents' states before tiles and after sequences."""
     x, plan, tiles = call.inputs, call.plan, call.tiles
     if x.k is None:
         raise ValueError("k is missing; only latents have states")
     heads, latents, width = call.form.heads, call.form.latents, call.width
-    pieces = tiles.rows * tiles.pieces
-    tile_norm, tile_keys = call.empty(tiles.total, heads, latents), call.empty(tiles.total, heads, 3, latents)
-    tile_mean = call.empty(tiles.total, heads, latents, width, dtype=x.v.dtype)
-    norms, means = call.empty(2, pieces, heads, latents), call.empty(2, pieces, heads, latents, width)
-    piece_norm, start_norm = norms.unbind()
-    piece_mean, start_mean = means.unbind()
+    tile = (tiles.total, heads, latents)
+    norm, peak, own_norm = (call.empty(*tile) for _ in range(3))
+    mean, own_mean = (call.empty(*tile, width, dtype=x.v.dtype) for _ in range(2))
+    wild = call.empty(1 + tiles.total * heads * plan.shared["BLOCKS"], dtype=torch.int32)
     if x.first_norm is not None and x.first_mean is not None:
         last_norm, last_mean = x.first_norm.clone(), x.first_mean.clone()
     elif tiles.table is not None or tiles.total == 0:  # some sequences may be empty
@@ -132,34 +133,55 @@ def tile_states(call: Call) -> States:
             call.empty(tiles.sequences, heads, latents),
             call.empty(tiles.sequences, heads, latents, width),
         )
-    wild = call.empty(1 + tiles.total * heads * plan.shared["BLOCKS"], dtype=torch.int32)
-    given = (x.first_norm, x.first_mean)
-    shared, blocks = plan.shared, plan.shared["BLOCKS"]
+    shared, (per_lane, used) = plan.shared, spread(tiles.per_row)
+    lanes = _power(used)
     k, v, mask = x.k, x.tokens_v, x.tokens_mask
     plan.launch(
-        "walk", walk_kernel, (pieces, heads, blocks),
-        (k, v, mask, tile_norm, tile_mean, tile_keys, piece_norm, piece_mean, last_norm, last_mean, wild, tiles.table),
-        (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, *call.spread),
-        pick(shared, *SIZES, "GROUPS", "C", "PRECISION", MASKED=mask is not None, **plan.walk), call.aligned,
-    )  # fmt: skip
-    plan.launch(
-        "scan", piece_scan_kernel, (tiles.rows, heads, latents),
-        (piece_norm, piece_mean, *given, start_norm, start_mean, tiles.table), call.spread,
-        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", GIVEN=call.form.given, N=_lanes(tiles),
-             num_warps=4),
+        "tile", tile_kernel, (tiles.total * heads, shared["BLOCKS"]),
+        (k, v, mask, own_norm, own_mean, peak, wild, tiles.table),
+        (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, tiles.per_row),
+        pick(shared, *SIZES, "BLOCKS", "GROUPS", "C", "FULL", "PRECISION", MASKED=mask is not None, **plan.own),
         call.aligned,
     )  # fmt: skip
     plan.launch(
-        "merge", merge_kernel, (tiles.total, heads, blocks),
-        (tile_norm, tile_mean, tile_keys, start_norm, start_mean, *given, last_norm, last_mean, wild, tiles.table),
-        call.spread, pick(shared, *SIZES, "BLOCKS", GIVEN=call.form.given, num_warps=2), call.aligned,
+        "prefix", prefix_kernel, (tiles.rows, heads, latents),
+        (own_norm, own_mean, x.first_norm, x.first_mean, norm, mean, wild, last_norm, last_mean, tiles.table),
+        (tiles.per_row, per_lane, used),
+        pick(shared, *LANES, "BLOCKS", GIVEN=call.form.given, N=lanes, num_warps=lanes // 8,
+             launch_pdl=call.form.early),
+        call.aligned,
     )  # fmt: skip
-    return States(tile_norm, tile_mean, tile_keys, wild, last_norm, last_mean)
+    return States(norm, mean, peak, wild, last_norm, last_mean)
 
 
-def _lanes(tiles: Tiles) -> int:
-    """Pieces that a scan holds, a power of two the matrix units take."""
-    return max(16, 1 << (max(tiles.pieces, 1) - 1).bit_length())
+KEPT = 4  # tensors of states that backward keeps, besides those after sequences
+
+
+def states_to_keep(call: Call, states: States) -> tuple[Tensor, ...]:
+    """Those before tiles, or nothing where a bidirectional pass needs none and where the plan has them made again."""
+    kept = call.form.causal and call.plan.keeps_states
+    return states[:KEPT] if kept else tuple(call.empty(0) for _ in range(KEPT))
+
+
+def kept_shapes(call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of `states_to_keep`."""
+    if not (call.form.causal and call.plan.keeps_states):
+        return [((0,), torch.float32)] * KEPT
+    tile = (call.tiles.total, call.form.heads, call.form.latents)
+    notes = (1 + tile[0] * tile[1] * call.plan.shared["BLOCKS"],)
+    return [(tile, torch.float32), ((*tile, call.width), call.form.dtype), (tile, torch.float32), (notes, torch.int32)]
+
+
+def kept_states(call: Call, kept: Sequence[Tensor], last_norm: Tensor, last_mean: Tensor) -> States:
+    """The states that a backward pass needs, from what `states_to_keep` gave."""
+    if call.form.causal and not call.plan.keeps_states:
+        return tile_states(call)
+    return States(*kept, last_norm, last_mean)
+
+
+def _power(pieces: int) -> int:
+    """Pieces that a program holds, a power of two the matrix units take."""
+    return max(16, 1 << (max(pieces, 1) - 1).bit_length())
 
 
 def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
@@ -174,7 +196,8 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     programs = call.tiles.total * call.form.heads
     numbers = (*call.numbers(), programs)
     for name, wild in call.rounds("output"):
-        constants = {**plan.shared, **plan.output, "WILD": wild}
+        follows = call.form.early and call.form.latents > 0  # kernels of the same call
+        constants = {**plan.shared, **plan.output, "WILD": wild, "launch_pdl": follows}
         plan.launch(name, output_kernel, _grid(programs, wild), tensors, numbers, constants, call.aligned)
     return y, lse
 
@@ -236,7 +259,7 @@ def gradients(
         local_h,
     )  # fmt: skip
     for name, wild in call.rounds("query_grad"):
-        constants = {**plan.shared, **plan.query_grad, "WILD": wild}
+        constants = {**plan.shared, **plan.query_grad, "WILD": wild, "launch_pdl": wild and call.form.early}
         plan.launch(name, query_grad_kernel, _grid(programs, wild), tensors, numbers, constants, is_aligned)
     if carries is not None and states is not None:
         carries = _scan_carries(call, states, carries, into)
@@ -248,7 +271,7 @@ def gradients(
     )  # fmt: skip
     programs = tiles.total * call.form.value_heads
     numbers = (*call.numbers(dy), *call.spread[1:], x.v.shape[1], programs)
-    constants = {**plan.shared, **plan.key_grad, "INTO": into is not None}
+    constants = {**plan.shared, **plan.key_grad, "INTO": into is not None, "launch_pdl": call.form.early}
     for name, wild in call.rounds("key_grad"):
         kind = {**constants, "WILD": wild, "PAST": False}
         plan.launch(name, key_grad_kernel, _grid(programs, wild), tensors, numbers, kind, is_aligned)
@@ -281,7 +304,15 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
         whole, whole_h = (torch.zeros_like(x) for x in (states.last_mean, states.last_norm)) if into is None else (
             x.clone() for x in into
         )  # fmt: skip
-    shared, blocks, constants = plan.shared, plan.shared["BLOCKS"], {"WHOLE": not form.causal, "num_warps": 4}
+    shared, blocks, constants = (
+        plan.shared,
+        plan.shared["BLOCKS"],
+        {
+            "WHOLE": not form.causal,
+            "num_warps": 4,
+            "launch_pdl": form.early,
+        },
+    )
     last, final = states.last_norm, (None, None) if into is None else into
     handed = {"INTO": into is not None}
     plan.launch(
@@ -292,7 +323,7 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     plan.launch(
         "carry_scan", carry_scan_kernel, (tiles.rows, form.heads, form.latents),
         (piece, piece_h, piece_end, states.norm, last, *final, after, after_h, tiles.table), call.spread,
-        pick(shared, "HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", N=_lanes(tiles), **handed, **constants),
+        pick(shared, *LANES, N=_power(tiles.pieces), **handed, **constants),
         True,
     )  # fmt: skip
     if whole is not None:

@@ -33,6 +33,7 @@ class Form:
     capped: bool
     given: bool  # a latents' state comes in
     full: bool  # every token of every tile is real
+    early: bool  # launches may begin while others end
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Plan:
 
     tile: int
     shared: dict[str, Any]  # constants of the output and gradient kernels, and of others by name
-    walk: dict[str, int]  # what the kernel takes besides
+    own: dict[str, int]  # what the kernels take besides: that of tiles' own states, and the three large ones
     output: dict[str, int]
     query_grad: dict[str, int]
     key_grad: dict[str, int]
+    keeps_states: bool  # for backward, those before tiles; otherwise it makes them again
     compiled: dict[Any, Any] = field(default_factory=dict)
     prepared: set[str] = field(default_factory=set)  # passes whose kernels are all compiled
 
@@ -74,6 +76,16 @@ class Plan:
             binary, values = known
             binary[(*grid, 1, 1)[:3]](*tensors, *numbers, *values)
         note_launch(known[0], grid, (*tensors, *numbers, *known[1]))
+
+
+def states_are_small(form: Form, tile: int) -> bool:
+    """Whether a tile's state is at most a tenth of its inputs and outputs."""
+    size = form.dtype.itemsize
+    q, k, window = (0 if dtype is None else dtype.itemsize for dtype in form.dtypes)
+    shared = (form.width * size + form.key_width * window) * form.value_heads // form.heads  # v and the window's keys
+    token = (form.latents + (form.key_width > 0)) * q + form.latents * k + form.width * size + form.key_width * window
+    norms = 4 * tile if form.key_width else 0
+    return 10 * (form.latents * (form.width * size + 8) + norms) <= tile * (token + shared)
 
 
 def constexpr_values(kernel: Any, constants: dict) -> tuple:
@@ -115,6 +127,7 @@ def make_plan(form: Form) -> Plan:
         "CAPPED": form.capped,
         "FULL": form.full,
         "HALF": not exact,
+        "EARLY": form.early,
     }
     warps = 8 if widest > 128 else 4
     heavy = widest * (4 if exact else 2) > 256
@@ -127,14 +140,18 @@ def make_plan(form: Form) -> Plan:
         found = {"BN": keys, "NEAR": near, "num_warps": warps, "num_stages": 1 if heavy else stages}
         return {**found, "maxnreg": registers} if registers else found  # fewer registers, more programs at a time
 
+    few = block_l == 16 and form.latents > 0
+    own: dict[str, int] = {"num_warps": 4}
+    query_grad = key_grad = options(32, 3, 168 if small and widest <= 96 else 0)
     if small and widest <= 64:
-        walk = {"num_warps": 1 if block_l == 16 else 4, "num_stages": 3}
-        return Plan(tile, shared, walk, options(64, 2, 128), options(32, 3, 168), options(32, 3, 168))
-    if small and widest <= 96:  # rows in two parts
-        walk = {"num_warps": 2, "num_stages": 2}
-        return Plan(tile, shared, walk, options(64, 2, 168), options(32, 3, 168), options(32, 3, 168))
-    output = options(32, 3, 168) if small else options(64, 2, 0)
-    return Plan(tile, shared, {"num_warps": 4, "num_stages": 3}, output, options(32, 3, 0), options(32, 3, 0))
+        own = {"num_warps": 1} if few else own
+        output = options(64, 2, 128) if not few else options(32, 3, 96) if form.key_width else options(64, 2, 72)
+    elif small and widest <= 96:  # rows in two parts
+        own = {"num_warps": 2, "maxnreg": 96} if few else own
+        output = options(32, 3, 128) if few else options(64, 2, 168)
+    else:
+        output = options(32, 3, 168) if small else options(64, 2, 0)
+    return Plan(tile, shared, own, output, query_grad, key_grad, states_are_small(form, tile))
 
 
 def pick(constants: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:

@@ -53,5 +53,11 @@ def lay_tiles(batch: int, tokens: int, size: int, cu_seqlens: Tensor | None) -> 
 
 def _pieces(per_row: int) -> tuple[int, int]:
     """Tiles per piece and pieces per row: pieces of 8 tiles, longer ones where they would be too many."""
-    per_piece = max(8, (per_row + MAX_PIECES - 1) // MAX_PIECES)
-    return per_piece, (per_row + per_piece - 1) // per_piece
+    per_piece = max(8, -(-per_row // MAX_PIECES))
+    return per_piece, -(-per_row // per_piece)
+
+
+def spread(per_row: int) -> tuple[int, int]:
+    """The same for a program that has all pieces of a row side by side: up to 32, then pieces of 8, then 64 of them."""
+    per_piece = max(1, min(_pieces(per_row)[0], -(-per_row // 32)))
+    return per_piece, -(-per_row // per_piece)

@@ -20,6 +20,7 @@ from latte.ops.triton.kernels.latents import (
     latent_scores,
     lower,
 )
+from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import (
     add_weighted,
     load_means,
@@ -47,7 +48,7 @@ from latte.ops.triton.kernels.window import (
 
 @triton.jit
 def query_grad_kernel(
-    q, k, v, wq, wk, mask, dy, norms, means, references, wild, lse, table, bounds,
+    q, k, v, wq, wk, mask, dy, norms, means, peaks, wild, lse, table, bounds,
     dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
@@ -56,9 +57,11 @@ def query_grad_kernel(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`query_grad_tile` of all tiles and heads; with WILD, a second launch, few programs look for wild ones."""
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     if WILD:
         if tl.load(wild) == 0:
             return
@@ -66,7 +69,7 @@ def query_grad_kernel(
             if count_wild(wild, program // HEADS, program % HEADS, HEADS, BLOCKS) != 0:
                 query_grad_tile(
                     program,
-                    q, k, v, wq, wk, mask, dy, norms, means, references, lse, table, bounds,
+                    q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
                     dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
                     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
                     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
@@ -78,7 +81,7 @@ def query_grad_kernel(
     else:
         query_grad_tile(
             tl.program_id(0),
-            q, k, v, wq, wk, mask, dy, norms, means, references, lse, table, bounds,
+            q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
             dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
             q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
             wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
@@ -91,7 +94,7 @@ def query_grad_kernel(
 @triton.jit
 def query_grad_tile(
     program,
-    q, k, v, wq, wk, mask, dy, norms, means, references, lse, table, bounds,
+    q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
     dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
@@ -122,11 +125,11 @@ def query_grad_tile(
         q += row * q_row + head * q_head
         k += row * k_row + head * k_head
         logits, _, _, _, _ = latent_block(
-            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
+            q, k, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
             HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
         peak, inverse, window_share = logit_sums(
-            logits, q, k, norms, means, references, index, sequence, start, q_token, k_token, real, head,
+            logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
             HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
 
@@ -181,7 +184,7 @@ def query_grad_tile(
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
                 logits, keys_l, before, mean, reference = latent_block(
-                    q, k, norms, means, references, index, sequence, start, l, q_token, k_token, real, head,
+                    q, k, norms, means, peaks, index, sequence, start, l, q_token, k_token, real, head,
                     HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
                 p = exp(logits - peak[:, None]) * inverse[:, None]
@@ -217,7 +220,7 @@ def query_grad_tile(
 
 @triton.jit
 def key_grad_kernel(
-    q, k, v, wq, wk, mask, dy, norms, means, references, wild, last_norm,
+    q, k, v, wq, wk, mask, dy, norms, means, peaks, wild, last_norm,
     tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h,
     shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
@@ -228,8 +231,11 @@ def key_grad_kernel(
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`key_grad_tile` of every tile and value head; with WILD as in `query_grad_kernel`."""
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     if WILD:
         if tl.load(wild) == 0:
             return
@@ -242,7 +248,7 @@ def key_grad_kernel(
             if leaps != 0:
                 key_grad_tile(
                     program,
-                    q, k, v, wq, wk, mask, dy, norms, means, references, last_norm,
+                    q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
                     tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
                     whole_carry_h,
                     shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
@@ -256,7 +262,7 @@ def key_grad_kernel(
     else:
         key_grad_tile(
             tl.program_id(0),
-            q, k, v, wq, wk, mask, dy, norms, means, references, last_norm,
+            q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
             tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
             whole_carry_h,
             shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
@@ -271,7 +277,7 @@ def key_grad_kernel(
 @triton.jit
 def key_grad_tile(
     program,
-    q, k, v, wq, wk, mask, dy, norms, means, references, last_norm,
+    q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
     tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h,
     shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
@@ -346,14 +352,14 @@ def key_grad_tile(
         if LATENTS and not PAST:
             q_here, k_here = q + row * q_row + head * q_head, k + row * k_row + head * k_head
             logits, keys_l, before, _, reference = latent_block(
-                q_here, k_here, norms, means, references, index, sequence, start, tl.arange(0, BL), q_token,
+                q_here, k_here, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token,
                 k_token, real, head,
                 HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
             )  # fmt: skip
             if CAUSAL:
                 here = load_rows(dy + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
                 peak, inverse, _ = logit_sums(
-                    logits, q_here, k_here, norms, means, references, index, sequence, start, q_token, k_token,
+                    logits, q_here, k_here, norms, means, peaks, index, sequence, start, q_token, k_token,
                     real, head,
                     HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
@@ -361,7 +367,7 @@ def key_grad_tile(
                 l = block * BL + tl.arange(0, BL)
                 if block > 0:
                     logits, keys_l, before, _, reference = latent_block(
-                        q_here, k_here, norms, means, references, index, sequence, start, l, q_token, k_token, real,
+                        q_here, k_here, norms, means, peaks, index, sequence, start, l, q_token, k_token, real,
                         head,
                         HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                     )  # fmt: skip

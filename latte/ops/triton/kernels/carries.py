@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton.kernels.latents import MINUS_INF, decay, dot, exp, finite
-from latte.ops.triton.kernels.rows import load_means, plus, scaled, store_means
-from latte.ops.triton.kernels.states import mean_rows
+from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
+from latte.ops.triton.kernels.rows import load_means, mean_rows, plus, scaled, store_means
 from latte.ops.triton.kernels.tiles import ends_of, given, sequence_of
 
 
@@ -32,12 +32,14 @@ def carry_walk_kernel(
     before, last_norm, tile_carry, tile_carry_h, piece_carry, piece_carry_h, piece_end, first_carry, first_carry_h,
     table, per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """In place, each tile's own carry becomes that of the later tiles in its piece and sequence, relative to its end.
 
     Left too: the piece's carry relative to its start, Z at its end and, with FIRST, the carries where sequences start.
     """
+    wait_for_last(EARLY)
+    let_next_begin(EARLY)
     piece, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = piece // pieces
     l = block * BL + tl.arange(0, BL)
@@ -100,9 +102,11 @@ def carry_scan_kernel(
     piece_carry, piece_carry_h, piece_end, before, last_norm, into_mean, into_h, after_carry, after_carry_h, table,
     per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, INTO: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, INTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The carry after each piece, of the sequence its last tile is in, the final state's gradient (INTO) included."""
+    wait_for_last(EARLY)
+    let_next_begin(EARLY)
     row, head, latent = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, BD)
     i = tl.arange(0, N)
@@ -182,9 +186,11 @@ def carry_finish_kernel(
     first_carry, first_carry_h, after_carry, after_carry_h, piece_end, before, last_norm, into_mean, into_h, table,
     ends, sequences, per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, INTO: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, INTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """In place, the carry a sequence gathered in its first piece becomes that of the whole, relative to its start."""
+    wait_for_last(EARLY)
+    let_next_begin(EARLY)
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, tile, _ = ends_of(sequence, ends, sequences, per_row, PACKED)
     l = block * BL + tl.arange(0, BL)

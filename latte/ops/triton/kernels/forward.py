@@ -14,6 +14,7 @@ from latte.ops.triton.kernels.latents import (
     log_norms,
     lower,
 )
+from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import (
     add_weighted,
     load_means,
@@ -47,7 +48,7 @@ def load_latents(
 
 @triton.jit
 def latent_block(
-    q, k, norms, means, references, index, sequence, start, l, q_token, k_token, real, head,
+    q, k, norms, means, peaks, index, sequence, start, l, q_token, k_token, real, head,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     BL: tl.constexpr,
     SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr, HALF: tl.constexpr,
@@ -61,13 +62,12 @@ def latent_block(
     keys = load_latents(k, start, l, k_token, real, MINUS_INF, C, NUM, 0, FULL, BL)
     if CAUSAL:
         at = index.to(tl.int64) * HEADS + head
-        reference = tl.load(references + at * (3 * NUM) + l, mask=l < NUM, other=0.0)
+        peak = tl.load(peaks + at * NUM + l, mask=l < NUM, other=MINUS_INF)
     else:
         at = tl.maximum(sequence, 0).to(tl.int64) * HEADS + head
     before = tl.load(norms + at * NUM + l, mask=l < NUM, other=MINUS_INF)
     mean = load_means(means, at * NUM + l, l < NUM, WIDTH, BD)
-    if not CAUSAL:
-        reference = finite(before)
+    reference = finite(tl.maximum(before, peak) if CAUSAL else before)
     if UNDIRECTED:
         if CAUSAL:
             logits += log_norms(keys, before, reference, C, BL, HALF, WILD)
@@ -78,7 +78,7 @@ def latent_block(
 
 @triton.jit
 def logit_sums(
-    logits, q, k, norms, means, references, index, sequence, start, q_token, k_token, real, head,
+    logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr,
@@ -92,7 +92,7 @@ def logit_sums(
     total = tl.sum(exp(logits - finite(peak)[:, None]), 1)
     for block in tl.static_range(1, BLOCKS):
         logits, _, _, _, _ = latent_block(
-            q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), q_token, k_token,
+            q, k, norms, means, peaks, index, sequence, start, block * BL + tl.arange(0, BL), q_token, k_token,
             real, head,
             HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
         )  # fmt: skip
@@ -112,54 +112,56 @@ def logit_sums(
 
 @triton.jit
 def output_kernel(
-    q, k, v, wq, wk, mask, norms, means, references, wild, y, lse, table, bounds,
+    q, k, v, wq, wk, mask, norms, means, peaks, wild, y, lse, table, bounds,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap, programs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y of one tile; WINDOW = 0 leaves out the window, LATENTS = False the latents.
 
-    norms and means are the states before tiles or, with CAUSAL = False, those of sequences; references each tile's m.
+    norms and means are the states before tiles or, with CAUSAL = False, those of sequences; peaks tiles' largest keys.
     A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles.
     """
+    let_next_begin(EARLY)
     if WILD:
+        wait_for_last(EARLY)
         if tl.load(wild) == 0:
             return
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
             if count_wild(wild, program // HEADS, program % HEADS, HEADS, BLOCKS) != 0:
                 output_tile(
-                    program, q, k, v, wq, wk, mask, norms, means, references, y, lse, table, bounds,
+                    program, q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
                     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
                     wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
-                    UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+                    UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, EARLY,
                 )  # fmt: skip
     else:
         output_tile(
-            tl.program_id(0), q, k, v, wq, wk, mask, norms, means, references, y, lse, table, bounds,
+            tl.program_id(0), q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
             q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
             wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
-            UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+            UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, EARLY,
         )  # fmt: skip
 
 
 @triton.jit
 def output_tile(
-    program, q, k, v, wq, wk, mask, norms, means, references, y, lse, table, bounds,
+    program, q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y of one tile of one head: the window's earlier keys, then the tile's own tokens, for both in one product."""
+    """y of one tile of one head: first the window, then the latents, so that the registers of one serve the other."""
     head = program % HEADS
     index = program // HEADS
     row, tile = (index // per_row).to(tl.int64), index % per_row
@@ -172,32 +174,14 @@ def output_tile(
     v += row * v_row + (head // GROUPS) * v_head
     acc = zero_rows(C, WIDTH, BD)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
-    OWN: tl.constexpr = CAUSAL and LATENTS  # the tile's own tokens come last, in one product for window and latents
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
-    if LATENTS:
-        q += row * q_row + head * q_head
-        k += row * k_row + head * k_head
-        logits, keys_l, before, mean, reference = latent_block(
-            q, k, norms, means, references, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
-        )  # fmt: skip
-        logit_peak, inverse, window_share = logit_sums(
-            logits, q, k, norms, means, references, index, sequence, start, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
-        )  # fmt: skip
-        through = exp(logits - logit_peak[:, None]) * inverse[:, None]
-        if CAUSAL:  # now, while few registers are taken
-            left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
-        through = through.to(v.dtype.element_ty)
-
-    if WINDOW > 0:
         peak = tl.full([C], MINUS_INF, tl.float32)
         total = tl.zeros([C], tl.float32)
         factor = unit(scale, softcap, CAPPED)
         low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
-        high = 0 if OWN else C // BN if CAUSAL else C // BN + NEAR
+        high = C // BN if CAUSAL else C // BN + NEAR
         for j in range(low, high):
             s = start + j * BN + tl.arange(0, BN)
             begin = start + j * BN + offset
@@ -209,30 +193,37 @@ def output_tile(
                 WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION,
             )  # fmt: skip
             acc = add_weighted(scaled(acc, shrink[:, None]), weights, values, PRECISION)
-        if OWN:
-            keys = load_rows(wk, start + offset, wk_token, real, C, KEY_WIDTH, BE, FULL)
-            own, shrink, total, peak = window_weights(
-                queries, keys, t, t, real, real, total, peak, scale, softcap, factor,
-                WINDOW, CAUSAL, CAPPED, FULL, PRECISION,
-            )  # fmt: skip
         share = inverse_or_zero(total)
+    if not WILD:
+        wait_for_last(EARLY)  # the window needs no states
+    if WINDOW > 0:
         row_at = (row * HEADS + head) * tokens + t
         tl.store(lse + row_at, finite(peak) + tl.log2(tl.where(total > 0, total, 1.0)), mask=t < end)
-        if LATENTS:
-            share = share * window_share
-        if OWN:
-            own = own * share[:, None]
-            acc = scaled(acc, (shrink * share)[:, None])
-        else:
-            acc = scaled(acc, share[:, None])
-    elif OWN:
-        own = tl.zeros([C, C], tl.float32)
 
+    if LATENTS:
+        q += row * q_row + head * q_head
+        k += row * k_row + head * k_head
+        logits, keys_l, before, mean, reference = latent_block(
+            q, k, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+        )  # fmt: skip
+        logit_peak, inverse, window_share = logit_sums(
+            logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+        )  # fmt: skip
+        through = exp(logits - logit_peak[:, None]) * inverse[:, None]
+        if CAUSAL:
+            left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
+        through = through.to(v.dtype.element_ty)
+        if WINDOW > 0:
+            share = share * window_share
+    if WINDOW > 0:
+        acc = scaled(acc, share[:, None])
     if LATENTS:
         for block in tl.static_range(BLOCKS):
             if block > 0:
                 logits, keys_l, before, mean, reference = latent_block(
-                    q, k, norms, means, references, index, sequence, start, block * BL + tl.arange(0, BL), q_token,
+                    q, k, norms, means, peaks, index, sequence, start, block * BL + tl.arange(0, BL), q_token,
                     k_token, real, head,
                     HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
                 )  # fmt: skip
@@ -241,9 +232,10 @@ def output_tile(
                     left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
                 through = through.to(v.dtype.element_ty)
             if CAUSAL:
-                own += latent_scores(left, right, keys_l, C, WILD)
+                scores = latent_scores(left, right, keys_l, C, WILD)
+                own = scores if block == 0 else own + scores
             acc = add_weighted(acc, through, narrow(mean, v.dtype.element_ty), PRECISION)
-    if OWN:
+    if CAUSAL and LATENTS:
         values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
         acc = add_weighted(acc, tl.where(lower(C), own, 0.0), values, PRECISION)
     if not FULL:

@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton.kernels.latents import dot
-from latte.ops.triton.kernels.states import mean_rows
+
+
+@triton.jit
+def mean_rows(x, at, d, WIDTH: tl.constexpr):
+    """Where rows `at` [R] of means [… WIDTH] have their channels d."""
+    return x + at.to(tl.int64)[:, None] * WIDTH + d[None, :]
 
 
 @triton.jit
