@@ -1,8 +1,8 @@
 """Measure training and forward passes of whole models beside transformers, and print tables and one JSON line.
 
 python benchmarks/model.py [--device cpu|cuda] [--model PRESET] [--peer PRESET] [--contexts 1K,16K,64K] [--tokens 32K]
-                           [--parts training,forward,figure] [--compile layers|model|none] [--peers] [--seconds S]
-                           [--quick] [--json] [--output FILE]
+                           [--parts training,forward,figure] [--shapes 2.6B,400M] [--compile layers|model|none]
+                           [--peers] [--seconds S] [--quick] [--json] [--output FILE]
 """
 
 import argparse
@@ -19,6 +19,7 @@ if str(ROOT) not in sys.path:
 from benchmarks import program  # noqa: E402
 
 PARTS = ("training", "forward", "figure")
+SHAPES = ("2.6B", "400M")
 USUAL = {
     "cpu": {
         "model": "macchiato-small",
@@ -27,6 +28,7 @@ USUAL = {
         "tokens": 4096,
         "compile": "none",
         "parts": ["training", "forward"],
+        "shapes": list(SHAPES),
     },
     "cuda": {
         "model": "latte-r-swa++",
@@ -35,10 +37,12 @@ USUAL = {
         "tokens": 32768,
         "compile": "layers",
         "parts": list(PARTS),
+        "shapes": list(SHAPES),
     },
 }
 QUICK = {
-    "model": "macchiato-tiny", "peer": "transformer-tiny", "contexts": [64, 256], "tokens": 256, "parts": list(PARTS)
+    "model": "macchiato-tiny", "peer": "transformer-tiny", "contexts": [64, 256], "tokens": 256, "parts": list(PARTS),
+    "shapes": ["tiny"],
 }  # fmt: skip
 
 
@@ -57,16 +61,27 @@ def parser() -> program.Parser:
         help="of training, forward and figure, which is the paper's figure 7: forward, 400M and 2.6B shapes",
     )  # fmt: skip
     made.add_argument(
+        "--shapes", type=shape_names, metavar="LIST", help=f"of the figure: {' and '.join(SHAPES)} (default: both)"
+    )
+    made.add_argument(
         "--peers", action="store_true", help="also the transformer with cuDNN's attention, and Transformers' Llama"
     )
     return made
 
 
 def part_names(text: str) -> list[str]:
+    return names_among(text, PARTS)
+
+
+def shape_names(text: str) -> list[str]:
+    return names_among(text, SHAPES)
+
+
+def names_among(text: str, known: Sequence[str]) -> list[str]:
     names = [word.strip() for word in text.split(",")]
-    unknown = [name for name in names if name not in PARTS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PARTS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
     return names
 
 

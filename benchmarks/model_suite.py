@@ -39,6 +39,7 @@ GOALS: Goals = {  # times the transformer's tokens per second, on a GPU
     FIGURE: {16384: 1.2, 65536: 2.0},
 }
 CPU_GOALS: dict[str, Goals] = {"macchiato-tiny": {TRAINING: {4096: 1.5}}}  # of the demonstration's model
+JUDGED = "2.6B"  # of the figure's shapes
 MATRIX_SHARE, MATRIX_CONTEXT = 0.45, 1024  # of the GPU's matrix products, at this context
 MATRIX = 8192  # rows and columns of a large product
 
@@ -52,12 +53,12 @@ class Case(NamedTuple):
 
 
 class Plan:
-    """What is measured: a pair of models, and the figure's shapes, the one that is judged first."""
+    """What is measured: a pair of models, and the figure's shapes."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
         self.pair = Entry(options.model), Entry(options.peer, FLASH)
-        self.shapes = [shape(size) for size in (("tiny",) if options.quick else ("2.6B", "400M"))]
+        self.shapes = [shape(size) for size in options.shapes]
         self.tables = [TABLES[part] for part in options.parts]
         self.goals = GOALS if options.device == "cuda" else CPU_GOALS.get(options.model, {})
         for entry in self.pair:
@@ -74,7 +75,7 @@ class Plan:
                 yield table, ours, peer
 
     def goal(self, table: str, ours: Entry, context: int) -> float | None:
-        judged = table == TRAINING or ours == self.shapes[0][0]
+        judged = table == TRAINING or ours == shape(JUDGED)[0]
         return self.goals.get(table, {}).get(context) if judged else None
 
     def _judged(self) -> Iterator[Case]:

@@ -64,6 +64,7 @@ def model(
     contexts: Annotated[str | None, typer.Option(metavar="LIST", help="Lengths of a sequence, such as 1K,16K.")] = None,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Of a step, such as 32K.")] = None,
     parts: Annotated[str | None, typer.Option(metavar="LIST", help="Of training, forward and figure.")] = None,
+    shapes: Annotated[str | None, typer.Option(metavar="LIST", help="Of the figure: 2.6B and 400M.")] = None,
     seconds: Seconds = None,
     json: Json = False,
     quick: Quick = False,
@@ -71,8 +72,8 @@ def model(
 ) -> int:
     """Measure training and forward passes of whole models beside transformers of the same size."""
     return run(
-        "model", device, model=model, peer=peer, contexts=contexts, tokens=tokens, parts=parts, seconds=seconds,
-        json=json, quick=quick, output=output,
+        "model", device, model=model, peer=peer, contexts=contexts, tokens=tokens, parts=parts, shapes=shapes,
+        seconds=seconds, json=json, quick=quick, output=output,
     )  # fmt: skip
 
 

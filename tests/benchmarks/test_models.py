@@ -112,7 +112,11 @@ def test_bad_arguments_are_one_line_and_exit_2(name, arguments, words, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--parts", "figure"], "need a GPU"), (["--parts", "training,latte"], "'latte' is none of")],
+    [
+        (["--parts", "figure"], "need a GPU"),
+        (["--parts", "training,latte"], "'latte' is none of"),
+        (["--shapes", "400M,7B"], "'7B' is none of"),
+    ],
 )
 def test_parts_that_cannot_be(arguments, words, capsys):
     assert bench.load_benchmark("model").main(arguments) == 2
@@ -206,7 +210,7 @@ def test_targets_of_models():
 def test_the_share_of_matrix_products():
     options = Namespace(
         model="latte-r-swa++", peer="transformer++", parts=["training"], contexts=[1024], device="cuda", quick=False,
-        output=None,
+        shapes=["2.6B"], output=None,
     )  # fmt: skip
     run = program.Run("model", options, "", {"matrix_tflops": 600.0})
     plan = model_suite.Plan(options)
@@ -220,7 +224,7 @@ def test_the_share_of_matrix_products():
 def test_the_demonstrations_model_has_a_goal_on_a_cpu():
     options = Namespace(
         model="macchiato-tiny", peer="transformer-tiny", parts=["training"], contexts=[1024, 4096], device="cpu",
-        quick=False,
+        shapes=["2.6B"], quick=False,
     )  # fmt: skip
     plan = model_suite.Plan(options)
     found = {

@@ -49,6 +49,7 @@ def test_options_and_exit_code_pass_through(given, handed_on, capsys):
         ),
         (["model", "--model", "latte++", "--seconds", "60"], ["--model", "latte++", "--seconds", "60.0"]),
         (["model", "--parts", "training", "--tokens", "32K"], ["--tokens", "32K", "--parts", "training"]),
+        (["model", "--parts", "figure", "--shapes", "400M"], ["--parts", "figure", "--shapes", "400M"]),
     ],
 )
 def test_options_of_model_benchmarks_pass_through(given, handed_on, capsys):

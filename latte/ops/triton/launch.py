@@ -176,7 +176,8 @@ def kept_states(call: Call, kept: Sequence[Tensor], last_norm: Tensor, last_mean
     """The states that a backward pass needs, from what `states_to_keep` gave."""
     if call.form.causal and not call.plan.keeps_states:
         return tile_states(call)
-    return States(*kept, last_norm, last_mean)
+    norm, mean, peak, wild = kept
+    return States(norm, mean, peak, wild, last_norm, last_mean)
 
 
 def _power(pieces: int) -> int:

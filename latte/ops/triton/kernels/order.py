@@ -5,17 +5,18 @@ was there before both, and write nothing: memory that a finished call has given 
 """
 
 import triton
-from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton.language as tl
 
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
     if EARLY:
-        gdc_launch_dependents()
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def wait_for_last(EARLY: tl.constexpr):
     if EARLY:
-        gdc_wait()
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,97 @@
+"""Run as a program: compile every kernel that some calls launch, for an H100 or H200, on a machine without one.
+
+Prints a JSON object per kernel. Nothing is launched, so results are whatever memory holds; their shapes are right, and
+more is not needed to come to the next launch. TRITON_INTERPRET must not be set.
+"""
+
+import importlib
+import json
+import pkgutil
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import latte.ops.triton
+from latte.ops import latte_attention, macchiato_attention, rglru, short_conv, window_attention
+from latte.ops.gated_recurrence import gated_rglru
+from latte.ops.triton import attention, call, launch, plan
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u8"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+
+
+def compile_kernel(kernel, arguments, given):
+    """As a launch on the device would, with the same specialisation of numbers and the same options."""
+    options = {name: value for name, value in given.items() if name in OPTIONS}
+    signature, constants, attributes = {}, {}, {}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | given
+    for i, name in enumerate(kernel.arg_names):
+        value, is_constant = values[name], kernel.params[i].is_constexpr
+        if is_constant or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=TARGET, options=options)
+    facts = {"kernel": kernel.__name__, "shared": made.metadata.shared, "bytes": len(made.asm["cubin"])}
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+def compile_launch(_, name, kernel, grid, tensors, numbers, constants, is_aligned):
+    compile_kernel(kernel, (*tensors, *numbers), constants)
+
+
+def compile_call(kernel, programs, *arguments, **options):
+    compile_kernel(kernel, arguments, options)
+
+
+def without_a_device() -> None:
+    plan.Plan.launch = compile_launch
+    launch.launches_overlap = lambda device: True
+    attention.prepare = lambda *_: None
+    launched = call.launch
+    for found in pkgutil.walk_packages(latte.ops.triton.__path__, "latte.ops.triton."):
+        module = importlib.import_module(found.name)
+        if getattr(module, "launch", None) is launched:
+            module.launch = compile_call
+        if hasattr(module, "check_device"):
+            module.check_device = lambda *_: None
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+
+def attention_calls(tokens: int) -> None:
+    """Heads of 64 with a window, of 96 (in two parts) without; a window alone in float32."""
+    shape, latents = (1, tokens, 2), 16
+    q, k, v, *pair = (tensor(*shape, width) for width in (latents + 1, latents, 64, 64, 64))
+    macchiato_attention(q, k, v, *pair, window=128, backend="triton").y.sum().backward()
+    latte_attention(k, k, tensor(*shape, 96), backend="triton").y.sum().backward()
+    exact = [tensor(*shape, 64, dtype=torch.float32) for _ in range(3)]
+    window_attention(*exact, window=128, backend="triton").y.sum().backward()
+
+
+def mixer_calls(tokens: int) -> None:
+    x, width, blocks = tensor(1, tokens, 96), 96, 2
+    gates = [tensor(1, tokens, width) for _ in range(2)]
+    vector = tensor(width, dtype=torch.float32)
+    rglru(x, *gates, vector, backend="triton").y.sum().backward()
+    weight = tensor(blocks, width // blocks, width // blocks, dtype=torch.float32)
+    gated_rglru(x, weight, vector, weight, vector, vector, backend="triton").y.sum().backward()
+    short_conv(x, tensor(width, 4, dtype=torch.float32), None, backend="triton").y.sum().backward()
+
+
+if __name__ == "__main__":
+    without_a_device()
+    {"attention": attention_calls, "mixers": mixer_calls}[sys.argv[1]](256)

@@ -1,0 +1,29 @@
+"""Kernels compile for a GPU on a machine without one: the interpreter takes things that the compiler does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_MEMORY = 227 * 1024  # of a processor of an H100, for one program
+KERNELS = {
+    "attention": {"tile_kernel", "prefix_kernel", "output_kernel", "query_grad_kernel", "carry_walk_kernel",
+                  "carry_scan_kernel", "key_grad_kernel"},
+    "mixers": {"piece_ends_kernel", "scan_pieces_kernel", "output_kernel", "gradient_kernel", "forward_kernel",
+               "gate_grad_kernel", "backward_kernel", "add_parts_kernel", "piece_starts_kernel"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", KERNELS)
+def test_every_kernel_compiles_for_an_h100(calls: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiling.py")), calls]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in found} == KERNELS[calls]
+    assert all(kernel["bytes"] and kernel["shared"] <= SHARED_MEMORY for kernel in found)
