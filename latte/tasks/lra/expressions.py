@@ -50,8 +50,9 @@ def make_expressions(generator: np.random.Generator, count: int, shape: Shape) -
     parts, found = [], 0
     while found < count:
         levels, lengths = _grow(generator, shape)
-        parts.append(_write(generator, levels, lengths))
-        found += len(lengths)
+        if len(lengths):  # of some shapes few are found
+            parts.append(_write(generator, levels, lengths))
+            found += len(lengths)
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])[:count]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.concatenate([part.tokens for part in parts])[: offsets[-1]]
