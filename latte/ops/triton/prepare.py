@@ -19,8 +19,8 @@ def is_preparing() -> bool:
 def prepare(kernel: Any, call: Callable[[], object]) -> None:
     """Compile what `call` would launch.
 
-    Triton's interpreter, whose kernels are no JITFunctions, has no need. Triton 3.4, which comes with PyTorch 2.8, cannot:
-    there the launches themselves compile, one after the other.
+    Triton's interpreter, whose kernels are no JITFunctions, has no need. Triton 3.4, that of PyTorch 2.8, cannot: there
+    the launches themselves compile, one after the other.
     """
     if not isinstance(kernel, triton.JITFunction) or is_preparing() or not hasattr(triton, "AsyncCompileMode"):
         return
