@@ -17,6 +17,7 @@ def draw_lines(lines: Lines, path: Path, across: str, up: str, scale: str = "lin
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter, LogFormatter
 
     style: dict[Any, Any] = {"svg.hashsalt": "latte", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
     with plt.rc_context(style):
@@ -26,7 +27,12 @@ def draw_lines(lines: Lines, path: Path, across: str, up: str, scale: str = "lin
         if base:
             axis.set_xscale("log", base=int(base))
             axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        elif across == "tokens":  # 20 M and not 2 · 10⁷
+            axis.xaxis.set_major_formatter(EngFormatter())
         axis.set(xlabel=across, ylabel=up, yscale=scale)
+        if scale == "log":  # 30, 40, 60, 100 and not 3 × 10¹
+            axis.yaxis.set_major_formatter(LogFormatter())
+            axis.yaxis.set_minor_formatter(LogFormatter())
         axis.legend(frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
