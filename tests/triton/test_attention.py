@@ -28,9 +28,9 @@ GROUPED = Sizes(batch=1, value_heads=1, groups=2, latents=3, width=7, window_wid
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Two tiles a piece, so that a few hundred tokens have several."""
-    from latte.ops.triton import launch, tiles
+    from latte.ops.triton import states, tiles
 
-    for module, name in ((tiles, "_pieces"), (launch, "spread")):
+    for module, name in ((tiles, "_pieces"), (states, "spread")):
         monkeypatch.setattr(module, name, lambda per_row: (2, (per_row + 1) // 2))
 
 

@@ -8,11 +8,14 @@ from torch import Tensor
 from latte.ops.arguments import DIFFERENTIABLE, TENSORS
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
+from latte.ops.triton.attention_call import Call, Inputs, Options
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.past import lay_past, lift_past
 from latte.ops.triton.prepare import prepare
 from latte.ops.triton.replay import Cookbook
+from latte.ops.triton.states import KEPT as KEPT_STATES
+from latte.ops.triton.states import kept_shapes, kept_states, states_to_keep, tile_states
 
 MAX_WIDTH = 256
 MAX_LATENTS = 256
@@ -64,7 +67,7 @@ def _check_sizes(k: Tensor | None, v: Tensor, window_q: Tensor | None) -> None:
             raise ValueError(f'{name} has {size} {what}; the Triton kernels take up to {most}; use backend="torch"')
 
 
-KEPT = launch.KEPT + 1  # tensors that backward keeps besides the inputs and the state: of states, and lse
+KEPT = KEPT_STATES + 1  # tensors that backward keeps besides the inputs and the state: of states, and lse
 
 
 def _forward(
@@ -74,23 +77,23 @@ def _forward(
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, v.shape[1])
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
-    call = launch.Call(_inputs(*tensors), launch.Options(*options))
+    call = Call(_inputs(*tensors), Options(*options))
 
     def run() -> tuple[Tensor, ...]:
         if k is None:
             y, lse = launch.outputs(call, None)
             last = call.empty(call.tiles.sequences, call.form.heads, 0)
-            return y, last, call.empty(*last.shape, v.shape[3]), *(call.empty(0) for _ in range(launch.KEPT)), lse
-        states = launch.tile_states(call)
+            return y, last, call.empty(*last.shape, v.shape[3]), *(call.empty(0) for _ in range(KEPT_STATES)), lse
+        states = tile_states(call)
         y, lse = launch.outputs(call, states)
-        return y, states.last_norm, states.last_mean, *launch.states_to_keep(call, states), lse
+        return y, states.last_norm, states.last_mean, *states_to_keep(call, states), lse
 
     with torch.cuda.device_of(v):
         _prepare(call, "forward", run)
         return run()
 
 
-def _prepare(call: launch.Call, what: str, run: Callable[[], object]) -> None:
+def _prepare(call: Call, what: str, run: Callable[[], object]) -> None:
     """Before the first call of its kind, compile its kernels together."""
     if what not in call.plan.prepared:
         prepare(output_kernel, run)
@@ -103,7 +106,7 @@ def _backward(
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of DIFFERENTIABLE, None for absent inputs; kept is what `_forward` gave after y."""
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
-    call = launch.Call(_inputs(*tensors), launch.Options(*options))
+    call = Call(_inputs(*tensors), Options(*options))
     last, last_mean, *kept, lse = kept
     into = None
     if k is not None and (dmean is not None or dlog_norm is not None):
@@ -112,7 +115,7 @@ def _backward(
         into = (carry, carry_h if dlog_norm is None else carry_h - dlog_norm.float())
 
     def run() -> launch.Gradients:
-        states = None if k is None else launch.kept_states(call, kept, last, last_mean)
+        states = None if k is None else kept_states(call, kept, last, last_mean)
         return launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into)
 
     with torch.cuda.device_of(v):
@@ -232,13 +235,13 @@ def mixture_forward(
 @mixture_forward.register_fake
 def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options):
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
-    call = launch.Call(_inputs(*tensors), launch.Options(*options))
+    call = Call(_inputs(*tensors), Options(*options))
     tiles, form = call.tiles, call.form
     y = call.empty(*_output_shape(q, k, v, window_q), dtype=v.dtype)
     lse = call.empty(*((call.batch, form.heads, call.tokens) if window_q is not None else (0,)))
     state = (tiles.sequences, form.heads, form.latents)
     last, last_mean = call.empty(*state), call.empty(*state, call.width)
-    shapes = launch.kept_shapes(call) if k is not None else [((0,), torch.float32)] * launch.KEPT
+    shapes = kept_shapes(call) if k is not None else [((0,), torch.float32)] * KEPT_STATES
     return [y, last, last_mean, *(call.empty(*shape, dtype=dtype) for shape, dtype in shapes), lse]
 
 
@@ -312,7 +315,7 @@ mixture_forward.register_autograd(_gradients, setup_context=_save)
 
 def _inputs(
     q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens
-) -> launch.Inputs:
+) -> Inputs:
     """The call as the kernels take it: rows contiguous, one dtype for the window's pair, the past laid in front."""
     slots, tokens_v, tokens_mask = 0, _rows(v), mask
     if window_q is not None and window_k is not None and window_q.dtype != window_k.dtype:
@@ -328,9 +331,7 @@ def _inputs(
     )
     if log_norm is not None:
         log_norm, mean = log_norm.float().contiguous(), mean.float().contiguous()
-    return launch.Inputs(
-        q, k, _rows(v), window_q, window_k, mask, tokens_v, tokens_mask, log_norm, mean, cu_seqlens, slots
-    )
+    return Inputs(q, k, _rows(v), window_q, window_k, mask, tokens_v, tokens_mask, log_norm, mean, cu_seqlens, slots)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,188 +1,20 @@
-"""The launches of one call: states, outputs, gradients."""
+"""The launches of one call: outputs and gradients."""
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from latte.ops.triton.device import launches_overlap
+from latte.ops.triton.attention_call import LANES, SIZES, Call
 from latte.ops.triton.kernels.backward import key_grad_kernel, query_grad_kernel
 from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
 from latte.ops.triton.kernels.forward import output_kernel
-from latte.ops.triton.kernels.states import prefix_kernel, tile_kernel
-from latte.ops.triton.plan import Form, aligned, make_plan, pick
+from latte.ops.triton.plan import aligned, pick
 from latte.ops.triton.replay import empty
-from latte.ops.triton.tiles import Tiles, lay_tiles, spread
+from latte.ops.triton.states import States
+from latte.ops.triton.tiles import lanes
 
 WILD_PROGRAMS = 512  # enough to fill a GPU with wild tiles, and soon gone where there are none
-LANES = ("HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", "EARLY")
-SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED", "EARLY")
-
-
-class Inputs(NamedTuple):
-    """One call's tensors, the last axis of each contiguous; absent parts are None.
-
-    With a past, `v`, `window_k` and `mask` hold its `slots` positions before each sequence's tokens; `tokens_v` and
-    `tokens_mask` are without it.
-    """
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor
-    window_q: Tensor | None
-    window_k: Tensor | None
-    mask: Tensor | None
-    tokens_v: Tensor
-    tokens_mask: Tensor | None
-    first_norm: Tensor | None
-    first_mean: Tensor | None
-    cu_seqlens: Tensor | None
-    slots: int
-
-
-class Options(NamedTuple):
-    window: int
-    scale: float
-    softcap: float
-    undirected: bool
-    causal: bool
-
-
-class States(NamedTuple):
-    """What the states' kernels leave, all float32 but the means before tiles."""
-
-    norm: Tensor  # [tiles H L] before each tile
-    mean: Tensor  # [tiles H L D]
-    peak: Tensor  # [tiles H L] the largest of each tile's keys
-    wild: Tensor  # [1 + tiles H blocks] int32: whether any tile is wild, then each
-    last_norm: Tensor  # [N H L] after each sequence
-    last_mean: Tensor  # [N H L D]
-
-    def seen(self, causal: bool) -> tuple[Tensor, ...]:
-        """What a token's latents see: the state before its tile, or that of its sequence."""
-        norm, mean = (self.norm, self.mean) if causal else (self.last_norm, self.last_mean)
-        return (norm, mean, self.peak, self.wild)
-
-
-class Call:
-    """The plan, tiles and numbers of a call: what its launches share."""
-
-    def __init__(self, inputs: Inputs, options: Options):
-        queries = inputs.q if inputs.q is not None else inputs.window_q
-        if queries is None:
-            raise ValueError("neither q nor window_q is given; a call needs latents or a window")
-        self.inputs, self.options = inputs, options
-        self.batch, self.tokens, heads = queries.shape[:3]
-        self.width = inputs.v.shape[3]
-        packed, masked = inputs.cu_seqlens is not None, inputs.mask is not None
-        key_width = 0 if inputs.window_q is None else inputs.window_q.shape[3]
-        exact_wide = inputs.v.dtype == torch.float32 and max(self.width, key_width) > 128
-        dtypes = tuple(None if x is None else x.dtype for x in (inputs.q, inputs.k, inputs.window_q))
-        full = not packed and not masked and self.tokens % (32 if exact_wide else 64) == 0
-        form = Form(
-            heads, inputs.v.shape[2], 0 if inputs.k is None else inputs.k.shape[3], self.width, key_width,
-            options.window, inputs.v.dtype, dtypes, options.causal, options.undirected, packed, masked,
-            options.softcap > 0, inputs.first_norm is not None, full, launches_overlap(inputs.v.device),
-        )  # fmt: skip
-        self.form, self.plan = form, make_plan(form)
-        self.tiles: Tiles = lay_tiles(self.batch, self.tokens, self.plan.tile, inputs.cu_seqlens)
-        self.spread = (self.tiles.per_row, self.tiles.per_piece, self.tiles.pieces)
-
-    @cached_property
-    def aligned(self) -> bool:
-        return aligned(*self.inputs[:10])
-
-    def strides(self, dy: Tensor | None = None) -> tuple[int, ...]:
-        x = self.inputs
-        rows = (x.q, x.k, x.v, x.window_q, x.window_k) if dy is None else (x.q, x.k, x.v, x.window_q, x.window_k, dy)
-        flat = [step for tensor in rows for step in (tensor.stride()[:3] if tensor is not None else (0, 0, 0))]
-        return (*flat, 0 if x.mask is None else x.mask.stride(0))
-
-    def numbers(self, dy: Tensor | None = None) -> tuple[float, ...]:
-        options = self.options
-        scores = (options.scale, options.softcap or 1.0)
-        return (*self.strides(dy), self.tokens, self.tiles.per_row, self.inputs.slots, *scores)
-
-    def rounds(self, name: str) -> tuple[tuple[str, bool], ...]:
-        """Launches of a kernel: the second takes the wild tiles, which only causal latents have."""
-        return ((name, False), (f"wild_{name}", True)) if self.form.latents and self.form.causal else ((name, False),)
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return empty(shape, dtype, self.inputs.v.device)
-
-
-def tile_states(call: Call) -> States:
-    """The latents' states before tiles and after sequences."""
-    x, plan, tiles = call.inputs, call.plan, call.tiles
-    if x.k is None:
-        raise ValueError("k is missing; only latents have states")
-    heads, latents, width = call.form.heads, call.form.latents, call.width
-    tile = (tiles.total, heads, latents)
-    norm, peak, own_norm = (call.empty(*tile) for _ in range(3))
-    mean, own_mean = (call.empty(*tile, width, dtype=x.v.dtype) for _ in range(2))
-    wild = call.empty(1 + tiles.total * heads * plan.shared["BLOCKS"], dtype=torch.int32)
-    if x.first_norm is not None and x.first_mean is not None:
-        last_norm, last_mean = x.first_norm.clone(), x.first_mean.clone()
-    elif tiles.table is not None or tiles.total == 0:  # some sequences may be empty
-        last_norm = call.empty(tiles.sequences, heads, latents).fill_(-torch.inf)
-        last_mean = call.empty(tiles.sequences, heads, latents, width).zero_()
-    else:
-        last_norm, last_mean = (
-            call.empty(tiles.sequences, heads, latents),
-            call.empty(tiles.sequences, heads, latents, width),
-        )
-    shared, (per_lane, used) = plan.shared, spread(tiles.per_row)
-    lanes = _power(used)
-    k, v, mask = x.k, x.tokens_v, x.tokens_mask
-    plan.launch(
-        "tile", tile_kernel, (tiles.total * heads, shared["BLOCKS"]),
-        (k, v, mask, own_norm, own_mean, peak, wild, tiles.table),
-        (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, tiles.per_row),
-        pick(shared, *SIZES, "BLOCKS", "GROUPS", "C", "FULL", "PRECISION", MASKED=mask is not None, **plan.own),
-        call.aligned,
-    )  # fmt: skip
-    plan.launch(
-        "prefix", prefix_kernel, (tiles.rows, heads, latents),
-        (own_norm, own_mean, x.first_norm, x.first_mean, norm, mean, wild, last_norm, last_mean, tiles.table),
-        (tiles.per_row, per_lane, used),
-        pick(shared, *LANES, "BLOCKS", GIVEN=call.form.given, N=lanes, num_warps=lanes // 8,
-             launch_pdl=call.form.early),
-        call.aligned,
-    )  # fmt: skip
-    return States(norm, mean, peak, wild, last_norm, last_mean)
-
-
-KEPT = 4  # tensors of states that backward keeps, besides those after sequences
-
-
-def states_to_keep(call: Call, states: States) -> tuple[Tensor, ...]:
-    """Those before tiles, or nothing where a bidirectional pass needs none and where the plan has them made again."""
-    kept = call.form.causal and call.plan.keeps_states
-    return states[:KEPT] if kept else tuple(call.empty(0) for _ in range(KEPT))
-
-
-def kept_shapes(call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of `states_to_keep`."""
-    if not (call.form.causal and call.plan.keeps_states):
-        return [((0,), torch.float32)] * KEPT
-    tile = (call.tiles.total, call.form.heads, call.form.latents)
-    notes = (1 + tile[0] * tile[1] * call.plan.shared["BLOCKS"],)
-    return [(tile, torch.float32), ((*tile, call.width), call.form.dtype), (tile, torch.float32), (notes, torch.int32)]
-
-
-def kept_states(call: Call, kept: Sequence[Tensor], last_norm: Tensor, last_mean: Tensor) -> States:
-    """The states that a backward pass needs, from what `states_to_keep` gave."""
-    if call.form.causal and not call.plan.keeps_states:
-        return tile_states(call)
-    norm, mean, peak, wild = kept
-    return States(norm, mean, peak, wild, last_norm, last_mean)
-
-
-def _power(pieces: int) -> int:
-    """Pieces that a program holds, a power of two the matrix units take."""
-    return max(16, 1 << (max(pieces, 1) - 1).bit_length())
 
 
 def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
@@ -324,7 +156,7 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     plan.launch(
         "carry_scan", carry_scan_kernel, (tiles.rows, form.heads, form.latents),
         (piece, piece_h, piece_end, states.norm, last, *final, after, after_h, tiles.table), call.spread,
-        pick(shared, *LANES, N=_power(tiles.pieces), **handed, **constants),
+        pick(shared, *LANES, N=lanes(tiles.pieces), **handed, **constants),
         True,
     )  # fmt: skip
     if whole is not None:

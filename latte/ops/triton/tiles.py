@@ -61,3 +61,8 @@ def spread(per_row: int) -> tuple[int, int]:
     """The same for a program that has all pieces of a row side by side: up to 32, then pieces of 8, then 64 of them."""
     per_piece = max(1, min(_pieces(per_row)[0], -(-per_row // 32)))
     return per_piece, -(-per_row // per_piece)
+
+
+def lanes(pieces: int) -> int:
+    """Pieces that a program holds, a power of two the matrix units take."""
+    return max(16, 1 << (max(pieces, 1) - 1).bit_length())
