@@ -14,6 +14,7 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 TOKENS = ("", *map(str, range(10)), *OPERATORS, "]")  # as text, in the order of their numbers; the first is padding
 OPERATOR_SHARE = 0.25
 CANDIDATES = 4096  # expressions begun at a time
+PATIENCE = 10_000  # times in a row that none of them may be of the wanted length
 
 
 class Shape(NamedTuple):
@@ -46,13 +47,19 @@ class Expressions(NamedTuple):
 
 
 def make_expressions(generator: np.random.Generator, count: int, shape: Shape) -> Expressions:
-    """So many expressions of the wanted shape."""
-    parts, found = [], 0
+    """So many expressions of the wanted shape; ValueError where there are next to none."""
+    parts, found, vain = [], 0, 0
     while found < count:
         levels, lengths = _grow(generator, shape)
-        if len(lengths):  # of some shapes few are found
+        if len(lengths):
             parts.append(_write(generator, levels, lengths))
-            found += len(lengths)
+            found, vain = found + len(lengths), 0
+        elif (vain := vain + 1) == PATIENCE:
+            raise ValueError(
+                f"of {vain * CANDIDATES:,} expressions with max_depth {shape.max_depth} and max_args {shape.max_args} "
+                f"none has more than {shape.min_length} and less than {shape.max_length} tokens; choose other lengths, "
+                "or more depth or arguments"
+            )
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])[:count]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.concatenate([part.tokens for part in parts])[: offsets[-1]]

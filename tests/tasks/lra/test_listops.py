@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from latte.models import LatteConfig, LatteForSequenceClassification
 from latte.tasks.generation import block_generator
-from latte.tasks.lra import ListOps, ListOpsSettings
+from latte.tasks.lra import ListOps, ListOpsSettings, expressions
 from latte.tasks.lra.expressions import TOKENS, Shape, make_expressions
 from latte.tasks.lra.listops import parse_expression
 
@@ -77,6 +77,15 @@ def test_values_lengths_and_depths(seed, max_depth, max_args, min_length):
         assert value == made.values[index]
         assert shape.min_length < len(words) < shape.max_length
         assert depth <= max_depth
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 4), (150, 400)], ids=["none is", "next to none is"])
+def test_lengths_that_nothing_has_are_refused(shortest, longest, monkeypatch):
+    monkeypatch.setattr(expressions, "PATIENCE", 20)
+    with pytest.raises(
+        ValueError, match=rf"max_depth 7 .* more than {shortest} and less than {longest} tokens; choose"
+    ):
+        make_expressions(block_generator(0, "train", 0), 2, Shape(shortest, longest, 7, 2))
 
 
 def test_the_arena_s_own_lengths():
