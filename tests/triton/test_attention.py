@@ -30,7 +30,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Two tiles a piece, so that a few hundred tokens have several."""
     from latte.ops.triton import states, tiles
 
-    for module, name in ((tiles, "_pieces"), (states, "spread")):
+    for module, name in ((tiles, "_pieces"), (states, "lane_pieces")):
         monkeypatch.setattr(module, name, lambda per_row: (2, (per_row + 1) // 2))
 
 

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from latte.ops.triton import plan as plans
-from latte.ops.triton.tiles import spread
+from latte.ops.triton.prepare import is_preparing, prepare
+from latte.ops.triton.tiles import lane_pieces
 
 
 class Kernel:
@@ -79,6 +81,20 @@ FORM = plans.Form(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("can", [True, False], ids=["Triton 3.5 on", "Triton 3.4"])
+def test_kernels_are_compiled_before_they_are_launched_where_triton_can(
+    can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "JITFunction", SimpleNamespace)
+    monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool: pool, raising=False)
+    if not can:
+        monkeypatch.delattr(triton, "AsyncCompileMode")
+    seen: list[bool] = []
+    prepare(SimpleNamespace(), lambda: seen.append(is_preparing()))
+    assert seen == ([True] if can else [])
+    assert not is_preparing()
+
+
 def test_plans_differ_by_every_part_of_a_form() -> None:
     assert plans.make_plan(FORM) is plans.make_plan(replace(FORM))
     assert plans.make_plan(FORM) is not plans.make_plan(replace(FORM, dtypes=(torch.float32,) * 3))
@@ -98,4 +114,4 @@ def test_states_are_kept_while_they_are_a_tenth_of_the_rest() -> None:
     ("tiles", "found"), [(1, (1, 1)), (16, (1, 16)), (256, (8, 32)), (300, (8, 38)), (16384, (256, 64))]
 )
 def test_a_row_is_spread_over_at_most_64_pieces(tiles: int, found: tuple[int, int]) -> None:
-    assert spread(tiles) == found
+    assert lane_pieces(tiles) == found

@@ -9,7 +9,7 @@ from torch import Tensor
 from latte.ops.triton.attention_call import LANES, SIZES, Call
 from latte.ops.triton.kernels.states import prefix_kernel, tile_kernel
 from latte.ops.triton.plan import pick
-from latte.ops.triton.tiles import lanes, spread
+from latte.ops.triton.tiles import lane_pieces, lanes
 
 KEPT = 4  # tensors of states that backward keeps, besides those after sequences
 
@@ -50,7 +50,7 @@ def tile_states(call: Call) -> States:
             call.empty(tiles.sequences, heads, latents),
             call.empty(tiles.sequences, heads, latents, width),
         )
-    shared, (per_lane, used) = plan.shared, spread(tiles.per_row)
+    shared, (per_lane, used) = plan.shared, lane_pieces(tiles.per_row)
     k, v, mask = x.k, x.tokens_v, x.tokens_mask
     plan.launch(
         "tile", tile_kernel, (tiles.total * heads, shared["BLOCKS"]),

@@ -57,7 +57,7 @@ def _pieces(per_row: int) -> tuple[int, int]:
     return per_piece, -(-per_row // per_piece)
 
 
-def spread(per_row: int) -> tuple[int, int]:
+def lane_pieces(per_row: int) -> tuple[int, int]:
     """The same for a program that has all pieces of a row side by side: up to 32, then pieces of 8, then 64 of them."""
     per_piece = max(1, min(_pieces(per_row)[0], -(-per_row // 32)))
     return per_piece, -(-per_row // per_piece)
