@@ -94,7 +94,7 @@ def measure(run: program.Run) -> None:
             setattr(options, name, value)
     options.contexts = sorted(set(options.contexts))
     if "figure" in options.parts and options.device == "cpu" and not options.quick:
-        raise ValueError("--parts figure: its models of 2.6B parameters need a GPU; use --device cuda or --quick")
+        raise ValueError("--parts figure: its models of up to 2.6B parameters need a GPU; use --device cuda or --quick")
     from benchmarks import model_suite
 
     model_suite.measure(run)
