@@ -9,7 +9,7 @@ import triton
 
 from latte.ops.triton import plan as plans
 from latte.ops.triton.prepare import is_preparing, prepare
-from latte.ops.triton.tiles import lane_pieces
+from latte.ops.triton.tiles import asked_ahead, lane_pieces
 
 
 class Kernel:
@@ -38,7 +38,7 @@ class Binary:
 
 @pytest.fixture
 def plan() -> plans.Plan:
-    return plans.Plan(64, {}, {}, {}, {}, {}, True)
+    return plans.Plan(64, {}, 1, False, {}, {}, {}, {}, True)
 
 
 def launch(plan: plans.Plan, kernel: Kernel, tensors: tuple, numbers: tuple = (3,), aligned: bool = True) -> str:
@@ -111,7 +111,28 @@ def test_states_are_kept_while_they_are_a_tenth_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "found"), [(1, (1, 1)), (16, (1, 16)), (256, (8, 32)), (300, (8, 38)), (16384, (256, 64))]
-)
+    ("tiles", "found"),
+    [(1, (1, 1)), (16, (1, 16)), (64, (4, 16)), (65, (4, 17)), (256, (8, 32)), (300, (16, 19)), (512, (16, 32)),
+     (1100, (24, 46)), (16384, (256, 64))],
+)  # fmt: skip
 def test_a_row_is_spread_over_at_most_64_pieces(tiles: int, found: tuple[int, int]) -> None:
     assert lane_pieces(tiles) == found
+
+
+def test_pieces_cover_a_row_and_are_asked_for_in_whole_steps() -> None:
+    for tiles in range(1, 3000):
+        per_piece, pieces = lane_pieces(tiles)
+        assert (pieces - 1) * per_piece < tiles <= pieces * per_piece
+        assert pieces <= 64
+        assert per_piece % asked_ahead(per_piece) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"window": 127}, {"window": 256}, {"width": 96}, {"latents": 17}, {"latents": 0}, {"key_width": 0},
+     {"dtype": torch.float32}, {"full": False}, {"causal": False}, {"undirected": True}],
+    ids=str,
+)  # fmt: skip
+def test_only_plain_calls_with_a_window_of_two_tiles_fold(other: dict) -> None:
+    assert plans.make_plan(FORM).folds
+    assert not plans.make_plan(replace(FORM, **other)).folds

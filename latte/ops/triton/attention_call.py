@@ -12,7 +12,7 @@ from latte.ops.triton.replay import empty
 from latte.ops.triton.tiles import Tiles, lay_tiles
 
 # Constants that kernels take: those that have blocks of latents, and those that have a latent's pieces side by side.
-SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED", "EARLY")
+SIZES = ("HEADS", "NUM", "WIDTH", "BL", "BD", "PACKED")
 LANES = ("HEADS", "NUM", "WIDTH", "BD", "PACKED", "PRECISION", "EARLY")
 
 

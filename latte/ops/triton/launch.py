@@ -30,7 +30,7 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     numbers = (*call.numbers(), programs)
     for name, wild in call.rounds("output"):
         follows = call.form.early and call.form.latents > 0  # kernels of the same call
-        constants = {**plan.shared, **plan.output, "WILD": wild, "launch_pdl": follows}
+        constants = {**plan.shared, **plan.output, "WILD": wild, "FOLD": plan.folds, "launch_pdl": follows}
         plan.launch(name, output_kernel, _grid(programs, wild), tensors, numbers, constants, call.aligned)
     return y, lse
 
@@ -151,7 +151,7 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     plan.launch(
         "carry_walk", carry_walk_kernel, (pieces, form.heads, blocks),
         (states.norm, last, carries.tile, carries.tile_h, piece, piece_h, piece_end, whole, whole_h, tiles.table),
-        call.spread, pick(shared, *SIZES, FIRST=whole is not None, **constants), True,
+        call.spread, pick(shared, *SIZES, "EARLY", FIRST=whole is not None, **constants), True,
     )  # fmt: skip
     plan.launch(
         "carry_scan", carry_scan_kernel, (tiles.rows, form.heads, form.latents),
@@ -163,6 +163,6 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
         plan.launch(
             "carry_finish", carry_finish_kernel, (tiles.sequences, form.heads, blocks) if tiles.total else (0,),
             (whole, whole_h, after, after_h, piece_end, states.norm, last, *final, tiles.table, tiles.ends),
-            (tiles.sequences, *call.spread), pick(shared, *SIZES, **handed, **constants), True,
+            (tiles.sequences, *call.spread), pick(shared, *SIZES, "EARLY", **handed, **constants), True,
         )  # fmt: skip
     return carries._replace(after=after, after_h=after_h, piece_end=piece_end, whole=whole, whole_h=whole_h)

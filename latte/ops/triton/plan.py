@@ -42,6 +42,8 @@ class Plan:
 
     tile: int
     shared: dict[str, Any]  # constants of the output and gradient kernels, and of others by name
+    tiles_each: int  # tiles that a program of their own states takes one after the other
+    folds: bool  # the output kernel takes its short way
     own: dict[str, int]  # what the kernels take besides: that of tiles' own states, and the three large ones
     output: dict[str, int]
     query_grad: dict[str, int]
@@ -141,17 +143,27 @@ def make_plan(form: Form) -> Plan:
         return {**found, "maxnreg": registers} if registers else found  # fewer registers, more programs at a time
 
     few = block_l == 16 and form.latents > 0
-    own: dict[str, int] = {"num_warps": 4}
+    tiles_each, own = 1, {"num_warps": 4, "num_stages": 1}
     query_grad = key_grad = options(32, 3, 168 if small and widest <= 96 else 0)
+    folds = small and few and widest <= 64 and form.window == 2 * tile and is_plain(form)
     if small and widest <= 64:
-        own = {"num_warps": 1} if few else own
+        if few:
+            tiles_each, own = 4, {"num_warps": 1, "num_stages": 2}
         output = options(64, 2, 128) if not few else options(32, 3, 96) if form.key_width else options(64, 2, 72)
     elif small and widest <= 96:  # rows in two parts
-        own = {"num_warps": 2, "maxnreg": 96} if few else own
+        if few:
+            tiles_each, own = 2, {"num_warps": 1, "num_stages": 2}
         output = options(32, 3, 128) if few else options(64, 2, 168)
     else:
         output = options(32, 3, 168) if small else options(64, 2, 0)
-    return Plan(tile, shared, own, output, query_grad, key_grad, states_are_small(form, tile))
+    if folds:
+        output["maxnreg"] = 128
+    return Plan(tile, shared, tiles_each, folds, own, output, query_grad, key_grad, states_are_small(form, tile))
+
+
+def is_plain(form: Form) -> bool:
+    """Causal, with a window and latents of its tokens, in whole tiles that nothing is missing from."""
+    return form.causal and form.full and form.key_width > 0 and form.latents > 0 and not form.undirected
 
 
 def pick(constants: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from latte.ops.triton.attention_call import LANES, SIZES, Call
 from latte.ops.triton.kernels.states import prefix_kernel, tile_kernel
 from latte.ops.triton.plan import pick
-from latte.ops.triton.tiles import lane_pieces, lanes
+from latte.ops.triton.tiles import asked_ahead, lane_pieces, lanes
 
+FILLING = 1024  # programs that fill a device
 KEPT = 4  # tensors of states that backward keeps, besides those after sequences
 
 
@@ -52,19 +53,22 @@ def tile_states(call: Call) -> States:
         )
     shared, (per_lane, used) = plan.shared, lane_pieces(tiles.per_row)
     k, v, mask = x.k, x.tokens_v, x.tokens_mask
+    each = max(1, min(plan.tiles_each, tiles.total * heads // FILLING))
     plan.launch(
-        "tile", tile_kernel, (tiles.total * heads, shared["BLOCKS"]),
+        "tile", tile_kernel, (-(-tiles.total // each) * heads, shared["BLOCKS"]),
         (k, v, mask, own_norm, own_mean, peak, wild, tiles.table),
-        (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, tiles.per_row),
+        (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, tiles.per_row,
+         tiles.total, each),
         pick(shared, *SIZES, "BLOCKS", "GROUPS", "C", "FULL", "PRECISION", MASKED=mask is not None, **plan.own),
         call.aligned,
     )  # fmt: skip
+    # Not begun early: its programs would take the places of the tiles' last ones.
     plan.launch(
         "prefix", prefix_kernel, (tiles.rows, heads, latents),
         (own_norm, own_mean, x.first_norm, x.first_mean, norm, mean, wild, last_norm, last_mean, tiles.table),
         (tiles.per_row, per_lane, used),
-        pick(shared, *LANES, "BLOCKS", GIVEN=call.form.given, N=lanes(used), num_warps=lanes(used) // 8,
-             launch_pdl=call.form.early),
+        pick(shared, *LANES, "BLOCKS", GIVEN=call.form.given, DEPTH=asked_ahead(per_lane), N=lanes(used),
+             num_warps=1 if per_lane == 1 else lanes(used) // 8),
         call.aligned,
     )  # fmt: skip
     return States(norm, mean, peak, wild, last_norm, last_mean)

@@ -58,9 +58,19 @@ def _pieces(per_row: int) -> tuple[int, int]:
 
 
 def lane_pieces(per_row: int) -> tuple[int, int]:
-    """The same for a program that has all pieces of a row side by side: up to 32, then pieces of 8, then 64 of them."""
-    per_piece = max(1, min(_pieces(per_row)[0], -(-per_row // 32)))
+    """Tiles per piece and pieces for a program that has all pieces of a row side by side.
+
+    16 pieces of up to 4 tiles, then 32 of up to 16, then 64: a program's fixed work grows with the pieces.
+    """
+    most = 16 if per_row <= 64 else 32 if per_row <= 512 else MAX_PIECES
+    per_piece = max(1, -(-per_row // most))
+    per_piece = 1 << (per_piece - 1).bit_length() if per_piece <= 8 else -(-per_piece // 8) * 8
     return per_piece, -(-per_row // per_piece)
+
+
+def asked_ahead(per_piece: int) -> int:
+    """Tiles of each piece that are asked for at once; divides the tiles of a piece."""
+    return min(per_piece, 2) if per_piece <= 4 else 4 if per_piece <= 16 else 8
 
 
 def lanes(pieces: int) -> int:

@@ -11,6 +11,7 @@ from latte.ops.triton.kernels.carries import carry_into, norm_after
 from latte.ops.triton.kernels.forward import latent_block, logit_sums
 from latte.ops.triton.kernels.latents import (
     MINUS_INF,
+    causal,
     decay,
     exp,
     exp2,
@@ -18,11 +19,12 @@ from latte.ops.triton.kernels.latents import (
     latent_key_grads,
     latent_means,
     latent_scores,
-    lower,
+    normalisers,
 )
 from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import (
     add_weighted,
+    hold,
     load_means,
     load_rows,
     narrow,
@@ -126,11 +128,11 @@ def query_grad_tile(
         k += row * k_row + head * k_head
         logits, _, _, _, _ = latent_block(
             q, k, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
         )  # fmt: skip
         peak, inverse, window_share = logit_sums(
             logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
         )  # fmt: skip
 
     if WINDOW > 0:
@@ -175,7 +177,7 @@ def query_grad_tile(
         pulls = tl.zeros([C, C], tl.float32)
         if CAUSAL:
             values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-            pulls = tl.where(lower(C), products(pull, values, PRECISION), 0.0)
+            pulls = causal(products(pull, values, PRECISION), C)
         average = tl.zeros([C], tl.float32)
         if WINDOW > 0:
             average += window_share * h_local
@@ -185,14 +187,15 @@ def query_grad_tile(
                 l = block * BL + tl.arange(0, BL)
                 logits, keys_l, before, mean, reference = latent_block(
                     q, k, norms, means, peaks, index, sequence, start, l, q_token, k_token, real, head,
-                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
                 )  # fmt: skip
                 p = exp(logits - peak[:, None]) * inverse[:, None]
                 if not FULL:
                     p = tl.where(real[:, None], p, 0.0)
                 h = products(pull, narrow(mean, pull[0].dtype), PRECISION)
                 if CAUSAL:
-                    h = latent_means(pulls, h, keys_l, before, reference, C, BL, HALF, WILD)
+                    e, inverse_norm = normalisers(keys_l, before, reference, C, BL, WILD, HALF)
+                    h = latent_means(pulls, h, keys_l, e, inverse_norm, before, reference, C, HALF, WILD)
                 if again == 0:
                     average += tl.sum(p * h, 1)
                 if BLOCKS == 1 or again == 1:
@@ -206,7 +209,9 @@ def query_grad_tile(
                     through = p
                     carry_at = ((row * per_row + tile) * HEADS + head) * NUM + l
                     if CAUSAL:
-                        own, through = latent_key_grads(pulls, p, h, keys_l, before, reference, C, BL, HALF, WILD)
+                        own, through = latent_key_grads(
+                            pulls, p, h, keys_l, e, inverse_norm, before, reference, C, BL, HALF, WILD
+                        )
                         tl.store(dk + at * NUM + l[None, :], own, mask=keep)
                     carry_h = tl.sum(through * h, 0)
                     carry = add_weighted(zero_rows(BL, WIDTH, BD), tl.trans(through), pull, PRECISION)
@@ -348,20 +353,22 @@ def key_grad_tile(
                     dscores = dscores * slope
                 dvalues = add_weighted(dvalues, weights, pull, PRECISION)
                 dkeys = add_weighted(dkeys, dscores, queries, PRECISION)
+                if BD <= 64:  # products of two rounds at a time would make all products wait for each other
+                    dvalues, dkeys = hold(dvalues), hold(dkeys)
 
         if LATENTS and not PAST:
             q_here, k_here = q + row * q_row + head * q_head, k + row * k_row + head * k_head
             logits, keys_l, before, _, reference = latent_block(
                 q_here, k_here, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token,
                 k_token, real, head,
-                HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
             )  # fmt: skip
             if CAUSAL:
                 here = load_rows(dy + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
                 peak, inverse, _ = logit_sums(
                     logits, q_here, k_here, norms, means, peaks, index, sequence, start, q_token, k_token,
                     real, head,
-                    HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                    HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
                 )  # fmt: skip
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
@@ -369,14 +376,15 @@ def key_grad_tile(
                     logits, keys_l, before, _, reference = latent_block(
                         q_here, k_here, norms, means, peaks, index, sequence, start, l, q_token, k_token, real,
                         head,
-                        HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                        HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
                     )  # fmt: skip
                 at = ((row * tokens + s.to(tl.int64)) * HEADS + head)[:, None] * NUM + l[None, :]
                 keep = inside[:, None] & (l < NUM)[None, :]
                 if CAUSAL:
                     p = exp(logits - peak[:, None]) * inverse[:, None]
-                    left, right, _ = latent_factors(p, keys_l, before, reference, C, BL, HALF, WILD)
-                    own = tl.where(lower(C), latent_scores(left, right, keys_l, C, WILD), 0.0)
+                    e, inverse_norm = normalisers(keys_l, before, reference, C, BL, WILD)
+                    left, right, _ = latent_factors(p, e, inverse_norm, before, reference, HALF, WILD)
+                    own = causal(latent_scores(left, right, keys_l, C, WILD), C)
                     if not FULL:
                         own = tl.where(real[:, None], own, 0.0)
                     dvalues = add_weighted(dvalues, tl.trans(own), here, PRECISION)

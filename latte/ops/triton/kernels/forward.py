@@ -3,16 +3,18 @@
 import triton
 import triton.language as tl
 
+from latte.ops.triton.kernels.folded import folded_tile
 from latte.ops.triton.kernels.latents import (
     MINUS_INF,
+    causal,
     exp,
-    exp2,
     finite,
     inverse_or_zero,
     latent_factors,
     latent_scores,
+    log2,
     log_norms,
-    lower,
+    normalisers,
 )
 from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import (
@@ -27,7 +29,7 @@ from latte.ops.triton.kernels.rows import (
 )
 from latte.ops.triton.kernels.states import count_wild
 from latte.ops.triton.kernels.tiles import locate
-from latte.ops.triton.kernels.window import real_rows, sequence_span, unit, window_scores
+from latte.ops.triton.kernels.window import real_rows, sequence_span, softmax_step, unit, window_scores
 
 
 @triton.jit
@@ -51,8 +53,7 @@ def latent_block(
     q, k, norms, means, peaks, index, sequence, start, l, q_token, k_token, real, head,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     BL: tl.constexpr,
-    SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr, HALF: tl.constexpr,
-    WILD: tl.constexpr,
+    SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr, WILD: tl.constexpr,
 ):  # fmt: skip
     """Logits and keys [C L], Z before [L], M before [L D] and the reference m [L] of one block of latents.
 
@@ -70,7 +71,8 @@ def latent_block(
     reference = finite(tl.maximum(before, peak) if CAUSAL else before)
     if UNDIRECTED:
         if CAUSAL:
-            logits += log_norms(keys, before, reference, C, BL, HALF, WILD)
+            e, inverse = normalisers(keys, before, reference, C, BL, WILD)
+            logits += log_norms(e, inverse, reference, WILD)
         else:
             logits += before[None, :]
     return logits, keys, before, mean, reference
@@ -82,7 +84,7 @@ def logit_sums(
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     BL: tl.constexpr,
     BLOCKS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, WILD: tl.constexpr,
+    WILD: tl.constexpr,
 ):  # fmt: skip
     """Peak and 1 / Σ exp over all logits of each token, and p(0|t); `logits` are the first block's.
 
@@ -94,7 +96,7 @@ def logit_sums(
         logits, _, _, _, _ = latent_block(
             q, k, norms, means, peaks, index, sequence, start, block * BL + tl.arange(0, BL), q_token, k_token,
             real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(logits, 1))
         total = total * exp(peak - finite(higher)) + tl.sum(exp(logits - finite(higher)[:, None]), 1)
@@ -119,12 +121,12 @@ def output_kernel(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, FOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y of one tile; WINDOW = 0 leaves out the window, LATENTS = False the latents.
 
     norms and means are the states before tiles or, with CAUSAL = False, those of sequences; peaks tiles' largest keys.
-    A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles.
+    A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles. FOLD: see `folded.py`.
     """
     let_next_begin(EARLY)
     if WILD:
@@ -140,6 +142,13 @@ def output_kernel(
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
                     UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, EARLY,
                 )  # fmt: skip
+    elif FOLD:
+        folded_tile(
+            tl.program_id(0), q, k, v, wq, wk, norms, means, peaks, y, lse,
+            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
+            wk_row, wk_token, wk_head, tokens, per_row, scale, softcap,
+            HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BL, BD, BE, CAPPED, PRECISION, EARLY,
+        )  # fmt: skip
     else:
         output_tile(
             tl.program_id(0), q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
@@ -172,48 +181,38 @@ def output_tile(
         mask += row * mask_row
     real = real_rows(t, start, end, offset, mask, MASKED)
     v += row * v_row + (head // GROUPS) * v_head
-    acc = zero_rows(C, WIDTH, BD)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
-        peak = tl.full([C], MINUS_INF, tl.float32)
-        total = tl.zeros([C], tl.float32)
-        factor = unit(scale, softcap, CAPPED)
-        low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
-        high = C // BN if CAUSAL else C // BN + NEAR
-        for j in range(low, high):
-            s = start + j * BN + tl.arange(0, BN)
-            begin = start + j * BN + offset
-            real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
-            keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
-            values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
-            weights, shrink, total, peak = window_weights(
-                queries, keys, t, s, real, real_s, total, peak, scale, softcap, factor,
-                WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION,
-            )  # fmt: skip
-            acc = add_weighted(scaled(acc, shrink[:, None]), weights, values, PRECISION)
+        acc, total, peak = window_sums(
+            queries, wk, v, mask, t, real, start, first, stop, offset, slots, wk_token, v_token, scale, softcap,
+            WIDTH, KEY_WIDTH, C, BN, BD, BE, WINDOW, NEAR, CAUSAL, MASKED, CAPPED, FULL, PRECISION,
+        )  # fmt: skip
         share = inverse_or_zero(total)
+    else:
+        acc = zero_rows(C, WIDTH, BD)
     if not WILD:
         wait_for_last(EARLY)  # the window needs no states
     if WINDOW > 0:
         row_at = (row * HEADS + head) * tokens + t
-        tl.store(lse + row_at, finite(peak) + tl.log2(tl.where(total > 0, total, 1.0)), mask=t < end)
+        tl.store(lse + row_at, finite(peak) + log2(tl.where(total > 0, total, 1.0)), mask=t < end)
 
     if LATENTS:
         q += row * q_row + head * q_head
         k += row * k_row + head * k_head
         logits, keys_l, before, mean, reference = latent_block(
             q, k, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
         )  # fmt: skip
         logit_peak, inverse, window_share = logit_sums(
             logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
         )  # fmt: skip
         through = exp(logits - logit_peak[:, None]) * inverse[:, None]
         if CAUSAL:
-            left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
+            e, inverse_norm = normalisers(keys_l, before, reference, C, BL, WILD)
+            left, right, through = latent_factors(through, e, inverse_norm, before, reference, HALF, WILD)
         through = through.to(v.dtype.element_ty)
         if WINDOW > 0:
             share = share * window_share
@@ -225,11 +224,12 @@ def output_tile(
                 logits, keys_l, before, mean, reference = latent_block(
                     q, k, norms, means, peaks, index, sequence, start, block * BL + tl.arange(0, BL), q_token,
                     k_token, real, head,
-                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, HALF, WILD,
+                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
                 )  # fmt: skip
                 through = exp(logits - logit_peak[:, None]) * inverse[:, None]
                 if CAUSAL:
-                    left, right, through = latent_factors(through, keys_l, before, reference, C, BL, HALF, WILD)
+                    e, inverse_norm = normalisers(keys_l, before, reference, C, BL, WILD)
+                    left, right, through = latent_factors(through, e, inverse_norm, before, reference, HALF, WILD)
                 through = through.to(v.dtype.element_ty)
             if CAUSAL:
                 scores = latent_scores(left, right, keys_l, C, WILD)
@@ -237,22 +237,35 @@ def output_tile(
             acc = add_weighted(acc, through, narrow(mean, v.dtype.element_ty), PRECISION)
     if CAUSAL and LATENTS:
         values = load_rows(v, start + offset, v_token, real, C, WIDTH, BD, FULL)
-        acc = add_weighted(acc, tl.where(lower(C), own, 0.0), values, PRECISION)
+        acc = add_weighted(acc, causal(own, C), values, PRECISION)
     if not FULL:
         acc = only_real(acc, real)
     store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, t < end, C, WIDTH, FULL)
 
 
 @triton.jit
-def window_weights(
-    queries, keys, t, s, real_t, real_s, total, peak, scale, softcap, factor,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+def window_sums(
+    queries, wk, v, mask, t, real, start, first, stop, offset, slots, wk_token, v_token, scale, softcap,
+    WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr, C: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, WINDOW: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: weights of keys s, what the sums so far shrink by, new total and peak."""
-    scores, _ = window_scores(
-        queries, keys, t, s, real_t, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL, PRECISION
-    )
-    higher = tl.maximum(peak, tl.max(scores, 1) * factor)
-    shrink = exp2(peak - finite(higher))
-    weights = exp2(scores * factor - finite(higher)[:, None])
-    return weights, shrink, total * shrink + tl.sum(weights, 1), higher
+    """Weighted values [C WIDTH], total weight [C] and peak [C] over each token's window, by online softmax."""
+    acc = zero_rows(C, WIDTH, BD)
+    peak = tl.full([C], MINUS_INF, tl.float32)
+    total = tl.zeros([C], tl.float32)
+    factor = unit(scale, softcap, CAPPED)
+    low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
+    high = C // BN if CAUSAL else C // BN + NEAR
+    for j in range(low, high):
+        s = start + j * BN + tl.arange(0, BN)
+        begin = start + j * BN + offset
+        real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
+        keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
+        values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
+        scores, _ = window_scores(
+            queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
+        )
+        weights, shrink, total, peak = softmax_step(scores, total, peak, factor)
+        acc = add_weighted(scaled(acc, shrink[:, None]), weights, values, PRECISION)
+    return acc, total, peak

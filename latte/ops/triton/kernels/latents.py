@@ -48,15 +48,18 @@ def inverse_or_zero(x):
 
 
 @triton.jit
-def log(x):
-    """For x that is normal; two instructions where tl.log takes some twenty."""
+def log2(x):
+    """For x that is normal; one instruction where tl.log2 takes some twenty."""
     if INTERPRETED:
-        power = tl.log(x)
+        power = tl.log2(x)
     else:
-        power = LN_2 * tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
-        )
+        power = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return power
+
+
+@triton.jit
+def log(x):
+    return LN_2 * log2(x)
 
 
 @triton.jit
@@ -107,6 +110,26 @@ def lower(C: tl.constexpr):
 
 
 @triton.jit
+def nothing():
+    """0 that the compiler does not see through.
+
+    A choice between a number and a constant is moved behind the rounding to 16 bits, where it takes two numbers one by
+    one; and a constant factor is put between the parts of a matrix product, which then wait for each other.
+    """
+    if INTERPRETED:
+        zero = 0.0
+    else:
+        zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=f", [], dtype=tl.float32, is_pure=True, pack=1)
+    return zero
+
+
+@triton.jit
+def causal(x, C: tl.constexpr):
+    """x [C C] where token t (row) may see token s (column), else 0."""
+    return tl.where(lower(C), x, nothing())
+
+
+@triton.jit
 def is_wild(peak, first, lowest):
     """Whether a normaliser may move more than MAX_LEAP after a tile's first token, whatever it was before.
 
@@ -114,18 +137,6 @@ def is_wild(peak, first, lowest):
     """
     rise = peak - tl.where(first == MINUS_INF, lowest, first)
     return tl.max(tl.where(peak == MINUS_INF, 0.0, rise), 0) > MAX_LEAP
-
-
-@triton.jit
-def factors(k, before, reference, C: tl.constexpr, HALF: tl.constexpr):
-    """e_s and 1 / S_t [C L] for a tile that is not wild; HALF sums on the matrix units."""
-    e = exp(k - reference[None, :])
-    if HALF:
-        total = multiply_fine(tl.where(lower(C), 1.0, 0.0), e, HALF)
-    else:
-        total = tl.cumsum(e, 0)
-    total += exp(before - reference)[None, :]
-    return e, inverse_or_zero(total)
 
 
 @triton.jit
@@ -137,6 +148,24 @@ def running_norm(k, before, C: tl.constexpr, L: tl.constexpr):
         running = log_add(running, token(k, s, C))
         norm = tl.where(tl.arange(0, C)[:, None] == s, running[None, :], norm)
     return norm
+
+
+@triton.jit
+def normalisers(
+    k, before, reference, C: tl.constexpr, L: tl.constexpr, WILD: tl.constexpr, MATRIX: tl.constexpr = False
+):
+    """e_s and 1 / S_t [C L] of a tile's tokens; of a wild tile's Z_t, twice. MATRIX sums on the matrix units."""
+    if WILD:
+        e = running_norm(k, before, C, L)
+        inverse = e
+    else:
+        e = exp(k - reference[None, :])
+        if MATRIX:
+            total = multiply_fine(causal(1.0, C), e, True)
+        else:
+            total = tl.cumsum(e, 0)
+        inverse = inverse_or_zero(total + exp(before - reference)[None, :])
+    return e, inverse
 
 
 @triton.jit
@@ -160,14 +189,16 @@ def multiply_fine(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def latent_factors(p, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
-    """Two factors of the scores among the tile's tokens, for `latent_scores`, and p(l|t) exp(Z_before − Z_t) [C L]."""
+def latent_factors(p, e, inverse, before, reference, HALF: tl.constexpr, WILD: tl.constexpr):
+    """Two factors of the scores among the tile's tokens, for `latent_scores`, and p(l|t) exp(Z_before − Z_t) [C L].
+
+    e and inverse are the tile's `normalisers`, here and below.
+    """
     if WILD:
-        left, right = p, running_norm(k, before, C, L)
-        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), right)
+        left, right = p, e
+        through = p * decay(tl.broadcast_to(before[None, :], p.shape), e)
     else:
-        right, inverse = factors(k, before, reference, C, HALF)
-        left = p * inverse
+        left, right = p * inverse, e
         through = left * exp(before - reference)[None, :]
         if HALF:
             left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
@@ -191,49 +222,44 @@ def latent_scores(left, right, k, C: tl.constexpr, WILD: tl.constexpr):
 
 
 @triton.jit
-def log_norms(k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr):
+def log_norms(e, inverse, reference, WILD: tl.constexpr):
     """Z_t [C L]."""
     if WILD:
-        norm = running_norm(k, before, C, L)
+        norm = e
     else:
-        _, inverse = factors(k, before, reference, C, HALF)
         norm = tl.where(inverse > 0, reference[None, :] - log(tl.where(inverse > 0, inverse, 1.0)), MINUS_INF)
     return norm
 
 
 @triton.jit
 def latent_means(
-    products, past_h, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr
+    products, past_h, k, e, inverse, before, reference, C: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr
 ):
     """h_t = Σ_{s≤t in tile} p(s|l,t) g_ts + exp(Z_before − Z_t) past_h_t [C L], for causal products g [C C]."""
     if WILD:
-        norm = running_norm(k, before, C, L)
-        means = past_h * decay(tl.broadcast_to(before[None, :], [C, L]), norm)
+        means = past_h * decay(tl.broadcast_to(before[None, :], past_h.shape), e)
         for s in range(C):
-            means += shares(k, norm, s, C) * column(products, s, C)[:, None]
+            means += shares(k, e, s, C) * column(products, s, C)[:, None]
     else:
-        e, inverse = factors(k, before, reference, C, HALF)
         means = inverse * (multiply_fine(products, e, HALF) + past_h * exp(before - reference)[None, :])
     return means
 
 
 @triton.jit
 def latent_key_grads(
-    products, p, h, k, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, WILD: tl.constexpr
-):
+    products, p, h, k, e, inverse, before, reference, C: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr,
+    WILD: tl.constexpr,
+):  # fmt: skip
     """Σ_{t≥s in tile} p(l|t) p(s|l,t) (g_ts − h_t,l) [C L], and p(l|t) exp(Z_before − Z_t) [C L]."""
     if WILD:
-        norm = running_norm(k, before, C, L)
         grads = tl.zeros([C, L], tl.float32)
         for s in range(C):
-            grad = tl.sum(p * shares(k, norm, s, C) * (column(products, s, C)[:, None] - h), 0)
+            grad = tl.sum(p * shares(k, e, s, C) * (column(products, s, C)[:, None] - h), 0)
             grads = tl.where(tl.arange(0, C)[:, None] == s, grad[None, :], grads)
-        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), norm)
+        through = p * decay(tl.broadcast_to(before[None, :], [C, L]), e)
     else:
-        e, inverse = factors(k, before, reference, C, HALF)
         u = p * inverse
-        later = tl.where(lower(C), 1.0, 0.0)
-        grads = multiply_fine(tl.trans(products), u, HALF) - multiply_fine(tl.trans(later), u * h, HALF)
+        grads = multiply_fine(tl.trans(products), u, HALF) - multiply_fine(tl.trans(causal(1.0, C)), u * h, HALF)
         grads = e * grads
         through = u * exp(before - reference)[None, :]
     return grads, through

@@ -7,7 +7,7 @@ Sums, products and stores of tiles take such tuples.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import dot
+from latte.ops.triton.kernels.latents import INTERPRETED, dot
 
 
 @triton.jit
@@ -153,6 +153,26 @@ def narrow(rows, DTYPE: tl.constexpr):
     if len(rows) > 1:
         found = found + (rows[1].to(DTYPE),)
     return found
+
+
+@triton.jit
+def hold(rows):
+    """The same rows, for the compiler made here: loads and products before do not wait until they are needed here."""
+    found = (hold_part(rows[0]),)
+    if len(rows) > 1:
+        found = found + (hold_part(rows[1]),)
+    return found
+
+
+@triton.jit
+def hold_part(part):
+    if INTERPRETED:
+        held = part
+    elif part.dtype.primitive_bitwidth == 16:
+        held = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [part], dtype=part.dtype, is_pure=False, pack=2)
+    else:
+        held = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [part], dtype=part.dtype, is_pure=False, pack=1)
+    return held
 
 
 @triton.jit

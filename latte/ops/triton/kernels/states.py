@@ -18,7 +18,7 @@ from latte.ops.triton.kernels.latents import (
     is_wild,
     safe_log,
 )
-from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
+from latte.ops.triton.kernels.order import let_next_begin
 from latte.ops.triton.kernels.rows import add_weighted, load_rows, mean_rows, scaled, store_means, zero_rows
 from latte.ops.triton.kernels.tiles import given, locate, sequence_of
 
@@ -26,48 +26,50 @@ from latte.ops.triton.kernels.tiles import given, locate, sequence_of
 @triton.jit
 def tile_kernel(
     k, v, mask, own_norm, own_mean, peaks, wild, table,
-    k_row, k_token, k_head, v_row, v_token, v_head, mask_row, tokens, per_row,
+    k_row, k_token, k_head, v_row, v_token, v_head, mask_row, tokens, per_row, total, each,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr,
     C: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
-    MASKED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state that one tile's tokens alone make, the largest of its keys, and whether it is wild."""
-    let_next_begin(EARLY)
-    index, head, block = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    """The states that `each` tiles' tokens alone make, the largest of their keys, and which are wild."""
+    head, block = tl.program_id(0) % HEADS, tl.program_id(1)
     if tl.program_id(0) + block == 0:
         tl.store(wild, 0)  # the next launch looks for notes
-    row, tile = (index // per_row).to(tl.int64), index % per_row
-    start, end, _ = locate(tile, row, table, tokens, per_row, C, PACKED)
     l = block * BL + tl.arange(0, BL)
     inside = l < NUM
-    t = start + tl.arange(0, C)
-    real = t < end
-    if MASKED:
-        real = real & (tl.load(mask + row * mask_row + t, mask=real, other=0) != 0)
-    k += row * k_row + head * k_head + start.to(tl.int64) * k_token
-    values = load_rows(v + row * v_row + (head // GROUPS) * v_head, start, v_token, real, C, WIDTH, BD, FULL)
-    at = k + (tl.arange(0, C)[:, None] * k_token + l[None, :])
-    if FULL and NUM % BL == 0:
-        keys = tl.load(at).to(tl.float32)
-    else:
-        keys = tl.load(at, mask=real[:, None] & inside[None, :], other=MINUS_INF).to(tl.float32)
-    is_real = start < end
-    if MASKED:  # the first real token may be any, and the smallest key bounds its key
-        is_real = tl.load(mask + row * mask_row + start, mask=is_real, other=0) != 0
-    first = tl.load(k + l, mask=given(is_real, inside), other=MINUS_INF).to(tl.float32)
-    lowest = first
-    if MASKED:
-        lowest = tl.min(tl.where(keys == MINUS_INF, float("inf"), keys), 0)
-    peak = tl.max(keys, 0)
-    reference = finite(peak)
-    e = exp(keys - reference[None, :])
-    total = tl.sum(e, 0)
-    mean = add_weighted(zero_rows(BL, WIDTH, BD), tl.trans(e.to(v.dtype.element_ty)), values, PRECISION)
-    state_at = (index.to(tl.int64) * HEADS + head) * NUM + l
-    tl.store(wild + 1 + (index * HEADS + head) * BLOCKS + block, is_wild(peak, first, lowest).to(tl.int32))
-    tl.store(peaks + state_at, peak, mask=inside)
-    tl.store(own_norm + state_at, reference + safe_log(total), mask=inside)
-    store_means(own_mean, scaled(mean, inverse_or_zero(total)[:, None]), state_at, inside, WIDTH)
+    begin = tl.program_id(0) // HEADS * each
+    for n in range(tl.minimum(each, total - begin)):
+        index = begin + n
+        row, tile = (index // per_row).to(tl.int64), index % per_row
+        start, end, _ = locate(tile, row, table, tokens, per_row, C, PACKED)
+        t = start + tl.arange(0, C)
+        real = t < end
+        if MASKED:
+            real = real & (tl.load(mask + row * mask_row + t, mask=real, other=0) != 0)
+        k_at = k + row * k_row + head * k_head + start.to(tl.int64) * k_token
+        values = load_rows(v + row * v_row + (head // GROUPS) * v_head, start, v_token, real, C, WIDTH, BD, FULL)
+        at = k_at + (tl.arange(0, C)[:, None] * k_token + l[None, :])
+        if FULL and NUM % BL == 0:
+            keys = tl.load(at).to(tl.float32)
+        else:
+            keys = tl.load(at, mask=real[:, None] & inside[None, :], other=MINUS_INF).to(tl.float32)
+        is_real = start < end
+        if MASKED:  # the first real token may be any, and the smallest key bounds its key
+            is_real = tl.load(mask + row * mask_row + start, mask=is_real, other=0) != 0
+        first = tl.load(k_at + l, mask=given(is_real, inside), other=MINUS_INF).to(tl.float32)
+        lowest = first
+        if MASKED:
+            lowest = tl.min(tl.where(keys == MINUS_INF, float("inf"), keys), 0)
+        peak = tl.max(keys, 0)
+        reference = finite(peak)
+        e = exp(keys - reference[None, :])
+        sums = tl.sum(e, 0)
+        mean = add_weighted(zero_rows(BL, WIDTH, BD), tl.trans(e.to(v.dtype.element_ty)), values, PRECISION)
+        state_at = (index.to(tl.int64) * HEADS + head) * NUM + l
+        tl.store(wild + 1 + (index * HEADS + head) * BLOCKS + block, is_wild(peak, first, lowest).to(tl.int32))
+        tl.store(peaks + state_at, peak, mask=inside)
+        tl.store(own_norm + state_at, reference + safe_log(sums), mask=inside)
+        store_means(own_mean, scaled(mean, inverse_or_zero(sums)[:, None]), state_at, inside, WIDTH)
 
 
 @triton.jit
@@ -75,10 +77,10 @@ def prefix_kernel(
     own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
     per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
-    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The state of one latent before each tile of a row and after each sequence; and whether any tile is wild."""
-    wait_for_last(EARLY)
     let_next_begin(EARLY)
     row, head, latent = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, d = tl.arange(0, N), tl.arange(0, BD)
@@ -87,20 +89,19 @@ def prefix_kernel(
     begin = sequence_of(i * per_piece, row, table, per_row, PACKED)
     current = begin
     notes = tl.zeros([N], tl.int32)
-    next_norm, next_mean = load_own(own_norm, own_mean, row, i, 0, head, latent, d, per_row, per_piece, pieces,
-                                    HEADS, NUM, WIDTH)  # fmt: skip
-    for j in range(per_piece):
-        tile_norm, tile_mean = next_norm, next_mean  # the next tiles' are asked for before these are used
-        next_norm, next_mean = load_own(own_norm, own_mean, row, i, j + 1, head, latent, d, per_row, per_piece, pieces,
-                                        HEADS, NUM, WIDTH)  # fmt: skip
-        if PACKED:
-            sequence = sequence_of(i * per_piece + j, row, table, per_row, PACKED)
-            norm = tl.where(sequence == current, norm, MINUS_INF)
-            mean = tl.where((sequence == current)[:, None], mean, 0.0)
-            current = sequence
-        norm, mean = merged(norm, mean, tile_norm, tile_mean)
-        if latent == 0:
-            notes |= load_notes(wild, row, i * per_piece + j, i < pieces, head, per_row, HEADS, BLOCKS)
+    for chunk in range(0, per_piece, DEPTH):
+        tiles = load_own(own_norm, own_mean, row, i, chunk, head, latent, d, per_row, per_piece, pieces,
+                         HEADS, NUM, WIDTH, DEPTH)  # fmt: skip
+        for n in tl.static_range(DEPTH):
+            tile = i * per_piece + chunk + n
+            if PACKED:
+                sequence = sequence_of(tile, row, table, per_row, PACKED)
+                norm = tl.where(sequence == current, norm, MINUS_INF)
+                mean = tl.where((sequence == current)[:, None], mean, 0.0)
+                current = sequence
+            norm, mean = merged(norm, mean, tiles[2 * n], tiles[2 * n + 1])
+            if latent == 0:
+                notes |= load_notes(wild, row, tile, i < pieces, head, per_row, HEADS, BLOCKS)
     if latent == 0:
         if tl.max(notes, 0) > 0:
             tl.store(wild, 1)
@@ -114,50 +115,55 @@ def prefix_kernel(
     tl.debug_barrier()
     mean = tl.load(start_at, mask=keep, other=0.0).to(tl.float32)
     current = begin
-    next_norm, next_mean = load_own(own_norm, own_mean, row, i, 0, head, latent, d, per_row, per_piece, pieces,
-                                    HEADS, NUM, WIDTH)  # fmt: skip
-    for j in range(per_piece):
-        tile_norm, tile_mean = next_norm, next_mean
-        next_norm, next_mean = load_own(own_norm, own_mean, row, i, j + 1, head, latent, d, per_row, per_piece, pieces,
-                                        HEADS, NUM, WIDTH)  # fmt: skip
-        tile = i * per_piece + j
-        exists = (i < pieces) & (tile < per_row)
-        sequence = sequence_of(tile, row, table, per_row, PACKED)
-        if PACKED:
-            fresh = sequence != current
-            current = sequence
-            norm = tl.where(fresh, MINUS_INF, norm)
-            mean = tl.where(fresh[:, None], 0.0, mean)
-            if GIVEN:
-                handed, handed_mean = load_given(first_norm, first_mean, sequence, fresh & exists, head, latent, d,
-                                                 HEADS, NUM, WIDTH)  # fmt: skip
-                norm = tl.where(fresh, handed, norm)
-                mean = tl.where(fresh[:, None], handed_mean, mean)
-        at = ((row * per_row + tile).to(tl.int64) * HEADS + head) * NUM + latent
-        keep = exists[:, None] & (d < WIDTH)[None, :]
-        tl.store(norms + at, norm, mask=exists)
-        tl.store(mean_rows(means, at, d, WIDTH), mean.to(means.dtype.element_ty), mask=keep)
-        norm, mean = merged(norm, mean, tile_norm, tile_mean)
-        if PACKED:
-            following = sequence_of(tile + 1, row, table, per_row, PACKED)
-            store_last(last_norm, last_mean, norm, mean, sequence, exists & (sequence >= 0) & (following != sequence),
-                       head, latent, d, HEADS, NUM, WIDTH)  # fmt: skip
+    for chunk in range(0, per_piece, DEPTH):
+        tiles = load_own(own_norm, own_mean, row, i, chunk, head, latent, d, per_row, per_piece, pieces,
+                         HEADS, NUM, WIDTH, DEPTH)  # fmt: skip
+        for n in tl.static_range(DEPTH):
+            tile = i * per_piece + chunk + n
+            exists = (i < pieces) & (tile < per_row)
+            sequence = sequence_of(tile, row, table, per_row, PACKED)
+            if PACKED:
+                fresh = sequence != current
+                current = sequence
+                norm = tl.where(fresh, MINUS_INF, norm)
+                mean = tl.where(fresh[:, None], 0.0, mean)
+                if GIVEN:
+                    handed, handed_mean = load_given(first_norm, first_mean, sequence, fresh & exists, head, latent, d,
+                                                     HEADS, NUM, WIDTH)  # fmt: skip
+                    norm = tl.where(fresh, handed, norm)
+                    mean = tl.where(fresh[:, None], handed_mean, mean)
+            at = ((row * per_row + tile).to(tl.int64) * HEADS + head) * NUM + latent
+            keep = exists[:, None] & (d < WIDTH)[None, :]
+            tl.store(norms + at, norm, mask=exists)
+            tl.store(mean_rows(means, at, d, WIDTH), mean.to(means.dtype.element_ty), mask=keep)
+            norm, mean = merged(norm, mean, tiles[2 * n], tiles[2 * n + 1])
+            if PACKED:
+                following = sequence_of(tile + 1, row, table, per_row, PACKED)
+                store_last(last_norm, last_mean, norm, mean, sequence,
+                           exists & (sequence >= 0) & (following != sequence),
+                           head, latent, d, HEADS, NUM, WIDTH)  # fmt: skip
     if not PACKED:
         store_last(last_norm, last_mean, norm, mean, i * 0 + row, i == pieces - 1, head, latent, d, HEADS, NUM, WIDTH)
 
 
 @triton.jit
 def load_own(
-    own_norm, own_mean, row, i, j, head, latent, d, per_row, per_piece, pieces,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr,
+    own_norm, own_mean, row, i, first, head, latent, d, per_row, per_piece, pieces,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The own states of the j-th tile of each piece i; nothing where there is none."""
-    tile = i * per_piece + j
-    exists = given(j < per_piece, (i < pieces) & (tile < per_row))
-    at = ((row * per_row + tile).to(tl.int64) * HEADS + head) * NUM + latent
-    norm = tl.load(own_norm + at, mask=exists, other=MINUS_INF)
-    mean = tl.load(mean_rows(own_mean, at, d, WIDTH), mask=exists[:, None] & (d < WIDTH)[None, :], other=0.0)
-    return norm, mean
+    """Norm and mean, DEPTH times, of the own states of each piece's tiles from its `first` on; nothing where none is.
+
+    All are asked for before one is used.
+    """
+    loaded = ()
+    for n in tl.static_range(DEPTH):
+        tile = i * per_piece + first + n
+        exists = (i < pieces) & (tile < per_row)
+        at = ((row * per_row + tile).to(tl.int64) * HEADS + head) * NUM + latent
+        norm = tl.load(own_norm + at, mask=exists, other=MINUS_INF)
+        mean = tl.load(mean_rows(own_mean, at, d, WIDTH), mask=exists[:, None] & (d < WIDTH)[None, :], other=0.0)
+        loaded = loaded + (norm, mean)
+    return loaded
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import LOG2_E, MINUS_INF, exp
+from latte.ops.triton.kernels.latents import LOG2_E, MINUS_INF, exp, exp2, finite
 from latte.ops.triton.kernels.rows import products
 
 
@@ -80,3 +80,12 @@ def window_scores(
     if not FULL:
         visible = visible & real_s[None, :] & real_t[:, None]
     return tl.where(visible, scores, MINUS_INF), slope
+
+
+@triton.jit
+def softmax_step(scores, total, peak, factor):
+    """Weights of scores (in `unit`s, [C N]), what the sums so far shrink by, new total and peak (a power of two)."""
+    higher = tl.maximum(peak, tl.max(scores, 1) * factor)
+    shrink = exp2(peak - finite(higher))
+    weights = exp2(scores * factor - finite(higher)[:, None])
+    return weights, shrink, total * shrink + tl.sum(weights, 1), higher
