@@ -20,7 +20,7 @@ from latte.ops.triton.sums import add_parts
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
 BLOCK = 64  # channels of a warp: 128 bytes of bfloat16
-SCAN_ROWS, SCAN_BLOCK = 32, 32  # 64 rows took five seconds to compile
+SCAN_ROWS, SCAN_BLOCK = 128, 16  # pieces and channels of one step of the scan over pieces
 FORWARD_WARPS, BACKWARD_WARPS = 32, 16  # as many as a processor runs at once, with 64 and with 128 registers
 MIN_PIECE, MAX_PIECES = 64, 512
 
@@ -153,7 +153,7 @@ def scan_pieces(decays: Tensor, ends: Tensor, *, reverse: bool) -> None:
     """The scan over pieces [B P W], in place in `ends`."""
     batch, count, width = ends.shape
     block = min(SCAN_BLOCK, triton.next_power_of_2(width))
-    options: dict[str, Any] = {"W": width, "REVERSE": reverse, "ROWS": SCAN_ROWS, "BLOCK": block, "num_warps": 1}
+    options: dict[str, Any] = {"W": width, "REVERSE": reverse, "ROWS": SCAN_ROWS, "BLOCK": block, "num_warps": 4}
     launch(scan_pieces_kernel, batch * triton.cdiv(width, block), decays, ends, count, **options)
 
 

@@ -169,28 +169,29 @@ def piece_ends_kernel(
 
 
 @triton.jit
+def one_after_the_other(decay, end, later_decay, later_end):
+    """What two pieces do to h, in that order."""
+    return decay * later_decay, later_decay * end + later_end
+
+
+@triton.jit
 def scan_pieces_kernel(
     decays, ends, count, W: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """ends[n] ← decays[n] · ends[n − 1] + ends[n] along the pieces of a batch row; from the last if REVERSE."""
+    """ends[n] ← decays[n] · ends[n − 1] + ends[n] along the pieces of a batch row, ROWS at a time; REVERSE: from the last."""
     row, _, cols = locate(1, W, BLOCK)
-    first = row * count * W + cols
-    stride = W
-    if REVERSE:
-        first += (count - 1) * W
-        stride = -W
+    n = tl.arange(0, ROWS)
     h = tl.full([BLOCK], 0.0, tl.float32)
-    for n in range(0, count, ROWS):
-        at = first + n * stride
-        factors = ()
-        added = ()
-        for k in tl.static_range(ROWS):
-            ok = cols < tl.where(n + k < count, W, 0)
-            factors = factors + (tl.load(decays + at + k * stride, mask=ok, other=1.0),)
-            added = added + (tl.load(ends + at + k * stride, mask=ok, other=0.0),)
-        for k in tl.static_range(ROWS):
-            h = factors[k] * h + added[k]
-            tl.store(ends + at + k * stride, h, mask=cols < tl.where(n + k < count, W, 0))
+    for begin in range(0, count, ROWS):
+        place = count - 1 - (begin + n) if REVERSE else begin + n
+        at = (row * count + place)[:, None] * W + cols[None, :]
+        ok = (begin + n < count)[:, None] & (cols < W)[None, :]
+        decay = tl.load(decays + at, mask=ok, other=1.0)
+        end = tl.load(ends + at, mask=ok, other=0.0)
+        decay, end = tl.associative_scan((decay, end), 0, one_after_the_other)
+        after = decay * h[None, :] + end
+        tl.store(ends + at, after, mask=ok)
+        h = tl.sum(tl.where((n == ROWS - 1)[:, None], after, 0.0), 0)
 
 
 @triton.jit
