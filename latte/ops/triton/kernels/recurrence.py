@@ -178,7 +178,7 @@ def one_after_the_other(decay, end, later_decay, later_end):
 def scan_pieces_kernel(
     decays, ends, count, W: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """ends[n] ← decays[n] · ends[n − 1] + ends[n] along the pieces of a batch row, ROWS at a time; REVERSE: from the last."""
+    """ends[n] ← decays[n] · ends[n − 1] + ends[n] along a batch row, ROWS pieces at once; from the last if REVERSE."""
     row, _, cols = locate(1, W, BLOCK)
     n = tl.arange(0, ROWS)
     h = tl.full([BLOCK], 0.0, tl.float32)
