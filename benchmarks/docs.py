@@ -62,7 +62,8 @@ MODEL_SECTIONS = {
     "h200-decode.json": "One more token, on an NVIDIA H200",
     "cpu-model.json": "Training and forward, on a CPU",
     "h200-model.json": "Training and forward, on an NVIDIA H200",
-    "h200-training.json": "Training at 1,024 tokens with heads of 96 in two parts, on an NVIDIA H200",
+    "h200-400m.json": "Forward of the 400M shapes, on an NVIDIA H200",
+    "h200-training.json": "Training at 1,024 tokens, once more, on an NVIDIA H200",
 }
 NOT_DRAWN = {"h200-training.json"}  # one more row of a line that has it already
 
