@@ -107,7 +107,7 @@ def window_attention(
         backend, None, None, v, q, k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
         past=state, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    return WindowOutput(y, advance_window(state, k, v, window, mask, cu_seqlens))
+    return WindowOutput(y, advance_window(state, k, v, window, mask, cu_seqlens, backend))
 
 
 def macchiato_attention(
@@ -146,7 +146,7 @@ def macchiato_attention(
         backend, q, k, v, window_q, window_k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
         latents=None if state is None else state.latents, past=past, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    recent = advance_window(past, window_k, v, window, mask, cu_seqlens)
+    recent = advance_window(past, window_k, v, window, mask, cu_seqlens, backend)
     return MacchiatoOutput(y, MacchiatoState(latents, *recent))
 
 

@@ -5,11 +5,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from latte.ops.checks import backend_for
 from latte.ops.states import WindowState
 
 
 def advance_window(
-    past: WindowState | None, keys: Tensor, values: Tensor, window: int, mask: Tensor | None, cu_seqlens: Tensor | None
+    past: WindowState | None,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
 ) -> WindowState:
     """The window state after `keys` and `values`; slots before the first token, and masked ones, are not valid."""
     batch, tokens = keys.shape[:2]
@@ -18,7 +25,7 @@ def advance_window(
         keys = keys.to(torch.promote_types(keys.dtype, past.keys.dtype))
         values = values.to(torch.promote_types(values.dtype, past.values.dtype))
     if cu_seqlens is None and tokens >= slots:
-        return _tail(keys, values, slots, mask)
+        return _tail(keys, values, slots, mask, backend)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if past is None:
         past = WindowState(
@@ -33,16 +40,20 @@ def advance_window(
     return _valid_only(keys, values, valid) if mask is not None else WindowState(keys, values, valid)
 
 
-def _tail(keys: Tensor, values: Tensor, slots: int, mask: Tensor | None) -> WindowState:
+def _tail(keys: Tensor, values: Tensor, slots: int, mask: Tensor | None, backend: str) -> WindowState:
     """The window state where all of it lies in this call."""
     first = keys.shape[1] - slots
-    keys, values = keys[:, first:], values[:, first:]
+    last_keys, last_values = keys[:, first:], values[:, first:]
     if mask is not None:
-        return _valid_only(keys, values, mask[:, first:].clone())
-    valid = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+        return _valid_only(last_keys, last_values, mask[:, first:].clone())
     # A copy does not hold a whole context in memory; where a graph does so anyway, there is no need of one.
-    keys, values = (x if x.requires_grad else x.clone() for x in (keys, values))
-    return WindowState(keys, values, valid)
+    free = not (last_keys.requires_grad or last_values.requires_grad or torch.compiler.is_compiling())
+    if free and last_keys.numel() > 0 and backend_for(backend, keys.device) == "triton":
+        from latte.ops.triton.window_tail import copy_tail
+
+        return WindowState(*copy_tail(keys, values, slots))
+    last_keys, last_values = (x if x.requires_grad else x.clone() for x in (last_keys, last_values))
+    return WindowState(last_keys, last_values, torch.ones(keys.shape[0], slots, dtype=torch.bool, device=keys.device))
 
 
 def _valid_only(keys: Tensor, values: Tensor, valid: Tensor) -> WindowState:

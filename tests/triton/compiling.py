@@ -18,9 +18,10 @@ import latte.ops.triton
 from latte.ops import latte_attention, macchiato_attention, rglru, short_conv, window_attention
 from latte.ops.gated_recurrence import gated_rglru
 from latte.ops.triton import attention, attention_call, call, plan
+from latte.ops.triton.window_tail import copy_tail
 
 TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u8"}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
@@ -77,6 +78,7 @@ def attention_calls(tokens: int) -> None:
     shape, latents = (1, tokens, 2), 16
     q, k, v, *pair = (tensor(*shape, width) for width in (latents + 1, latents, 64, 64, 64))
     macchiato_attention(q, k, v, *pair, window=128, backend="triton").y.sum().backward()
+    copy_tail(v, v, 127)
     latte_attention(k, k, tensor(*shape, 96), backend="triton")
     exact = [tensor(*shape, 64, dtype=torch.float32) for _ in range(3)]
     window_attention(*exact, window=128, backend="triton").y.sum().backward()
