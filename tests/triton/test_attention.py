@@ -129,6 +129,18 @@ def test_half_precision(device: str, dtype: torch.dtype) -> None:
         assert x.dtype == (dtype if name in case.inputs or name == "y" else x.dtype)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_pieces_longer_than_one_step(device: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pieces of 8 tiles, 4 asked for at a time, the second not full; a state before, or sequences of all lengths."""
+    from latte.ops.triton import states
+
+    monkeypatch.setattr(states, "lane_pieces", lambda per_row: (8, -(-per_row // 8)))
+    case = case_on(device, "latte", 645, sizes=ONE._replace(latents=2, width=3), state=not packed)
+    if packed:
+        case = case.with_options(cu_seqlens=torch.tensor([0, 70, 70, 330, 335, 645], device=device))
+    check_against_reference(case, "triton", FLOAT32)
+
+
 def test_same_bits_every_time(device: str) -> None:
     case = case_on(device, "macchiato", 131, sizes=ONE, mask="holes")
     first, second = evaluate(case, "triton"), evaluate(case, "triton")

@@ -24,7 +24,7 @@ def folded_case(
 
 @pytest.fixture(autouse=True)
 def only_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of these tests folds."""
+    """Every call of these tests folds, and its own states are made several tiles to a program."""
 
     class Folded(Call):
         def __init__(self, *arguments) -> None:
@@ -32,6 +32,7 @@ def only_folded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert self.plan.folds
 
     monkeypatch.setattr("latte.ops.triton.attention.Call", Folded)
+    monkeypatch.setattr("latte.ops.triton.states.FILLING", 1)
 
 
 def check(case: Case, device: str) -> None:
