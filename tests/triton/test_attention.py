@@ -131,7 +131,7 @@ def test_half_precision(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_pieces_longer_than_one_step(device: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pieces of 8 tiles, 4 asked for at a time, the second not full; a state before, or sequences of all lengths."""
+    """Two pieces of 8 tiles, 4 asked for at once, the second not full; a state before, or sequences of all lengths."""
     from latte.ops.triton import states
 
     monkeypatch.setattr(states, "lane_pieces", lambda per_row: (8, -(-per_row // 8)))

@@ -11,8 +11,8 @@ from tests.ops.cases import Case, Sizes, evaluate, make_case
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
 
 WINDOW = 128
-NARROW = Sizes(batch=2, value_heads=1, groups=2, latents=5, width=7, window_width=11)
-WHOLE = Sizes(batch=1, value_heads=2, groups=1, latents=16, width=32, window_width=32)
+NARROW = Sizes(batch=1, value_heads=1, groups=2, latents=5, width=7, window_width=11)
+WHOLE = Sizes(batch=1, value_heads=1, groups=1, latents=16, width=32, window_width=32)
 
 
 def folded_case(
