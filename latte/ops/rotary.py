@@ -18,5 +18,6 @@ def apply_rotary(
             f"it must have one for each pair of channels, {x.shape[-1] // 2}"
         )
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = x.chunk(2, dim=-1)
+    wide = torch.promote_types(x.dtype, cos.dtype)  # of the parts, so that their gradients are added up in it too
+    first, second = x.to(wide).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

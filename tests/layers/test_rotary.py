@@ -52,6 +52,14 @@ def test_angles_are_float32_and_results_have_the_dtype_of_x():
         assert_close(y.double(), apply_rotary(x.double(), cos, sin), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+def test_gradients_are_rounded_once():
+    """The gradient is the turn back, as near as bfloat16 holds it."""
+    cos, sin = rotary(torch.arange(T)[None], E)
+    x, pull = (normal(B, T, H, E).roll(n, 1).bfloat16() for n in range(2))
+    (found,) = torch.autograd.grad(apply_rotary(x.requires_grad_(), cos, sin), x, pull)
+    assert_close(found.double(), apply_rotary(pull.double(), cos, -sin), rtol=2**-9, atol=1e-6)
+
+
 def test_default_positions():
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1], [0] * 6], dtype=torch.bool)
     before = torch.tensor([10, 20, 30])
