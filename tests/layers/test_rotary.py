@@ -57,7 +57,7 @@ def test_gradients_are_rounded_once():
     cos, sin = rotary(torch.arange(T)[None], E)
     x, pull = (normal(B, T, H, E).roll(n, 1).bfloat16() for n in range(2))
     (found,) = torch.autograd.grad(apply_rotary(x.requires_grad_(), cos, sin), x, pull)
-    assert_close(found.double(), apply_rotary(pull.double(), cos, -sin), rtol=2**-9, atol=1e-6)
+    assert_close(found.double(), apply_rotary(pull.double(), cos, -sin), rtol=2**-8, atol=1e-6)
 
 
 def test_default_positions():
