@@ -7,14 +7,12 @@ tile's carry (Σ r dy, Σ r h); the key kernel then adds what later tiles send.
 import triton
 import triton.language as tl
 
+from latte.ops.triton.kernels.arithmetic import MINUS_INF, exp, exp2
 from latte.ops.triton.kernels.carries import carry_into, norm_after
 from latte.ops.triton.kernels.forward import latent_block, logit_sums
 from latte.ops.triton.kernels.latents import (
-    MINUS_INF,
     causal,
     decay,
-    exp,
-    exp2,
     latent_factors,
     latent_key_grads,
     latent_means,

@@ -8,7 +8,7 @@ side by side in one row of such sums.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import dot
+from latte.ops.triton.kernels.arithmetic import dot
 from latte.ops.triton.kernels.recurrence import MASKED
 
 

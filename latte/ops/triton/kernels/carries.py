@@ -8,7 +8,8 @@ With WHOLE (bidirectional) there is one normaliser and all factors are 1.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import MINUS_INF, decay, dot, exp, finite
+from latte.ops.triton.kernels.arithmetic import MINUS_INF, dot, exp
+from latte.ops.triton.kernels.latents import decay, finite
 from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import load_means, mean_rows, plus, scaled, store_means
 from latte.ops.triton.kernels.tiles import ends_of, given, sequence_of

@@ -7,19 +7,8 @@ then the window; then what the latents add.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import (
-    MINUS_INF,
-    causal,
-    exp,
-    exp2,
-    finite,
-    inverse_or_zero,
-    latent_factors,
-    latent_scores,
-    log2,
-    lower,
-    normalisers,
-)
+from latte.ops.triton.kernels.arithmetic import MINUS_INF, exp, exp2, inverse_or_zero, log2
+from latte.ops.triton.kernels.latents import causal, finite, latent_factors, latent_scores, lower, normalisers
 from latte.ops.triton.kernels.order import wait_for_last
 from latte.ops.triton.kernels.rows import (
     add_weighted,

@@ -3,19 +3,9 @@
 import triton
 import triton.language as tl
 
+from latte.ops.triton.kernels.arithmetic import MINUS_INF, exp, inverse_or_zero, log2
 from latte.ops.triton.kernels.folded import folded_tile
-from latte.ops.triton.kernels.latents import (
-    MINUS_INF,
-    causal,
-    exp,
-    finite,
-    inverse_or_zero,
-    latent_factors,
-    latent_scores,
-    log2,
-    log_norms,
-    normalisers,
-)
+from latte.ops.triton.kernels.latents import causal, finite, latent_factors, latent_scores, log_norms, normalisers
 from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import (
     add_weighted,

@@ -17,48 +17,8 @@ and nothing added.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import INTERPRETED, dot, exp2
-from latte.ops.triton.kernels.recurrence import (
-    HALF_MAX,
-    LARGEST,
-    LOG2E,
-    MASKED,
-    MINUS_INF,
-    VANISHED,
-    begin_row,
-    decay_rate,
-)
-
-
-@triton.jit
-def inverse_root(u):
-    """1 / sqrt(u) in one instruction; u · inverse_root(u) is sqrt(u), at 0 too."""
-    u = tl.maximum(u, 1e-30)
-    if INTERPRETED:
-        root = tl.rsqrt(u)
-    else:
-        root = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, is_pure=True, pack=1)
-    return root
-
-
-@triton.jit
-def root_of(u):
-    """sqrt(u) in one instruction."""
-    if INTERPRETED:
-        root = tl.sqrt(u)
-    else:
-        root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, is_pure=True, pack=1)
-    return root
-
-
-@triton.jit
-def inverse(x):
-    """1 / x in one instruction."""
-    if INTERPRETED:
-        found = 1.0 / x
-    else:
-        found = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return found
+from latte.ops.triton.kernels.arithmetic import INTERPRETED, LOG2_E, MINUS_INF, dot, exp2, inverse, root_of
+from latte.ops.triton.kernels.recurrence import HALF_MAX, LARGEST, MASKED, VANISHED, begin_row, decay_rate
 
 
 @triton.jit
@@ -67,7 +27,7 @@ def sigmoids(a_gate, x_gate):
     a_side = 1.0 + tl.minimum(exp2(a_gate), LARGEST)
     x_side = 1.0 + tl.minimum(exp2(x_gate), LARGEST)
     both = inverse(a_side * x_side)
-    return tl.where(a_gate > VANISHED * -LOG2E, 0.0, both * x_side), both * a_side
+    return tl.where(a_gate > VANISHED * -LOG2_E, 0.0, both * x_side), both * a_side
 
 
 @triton.jit
@@ -192,14 +152,14 @@ def load_weights(weight, block, first, I: tl.constexpr, K: tl.constexpr, CHUNK: 
 @triton.jit
 def load_bias(x, block, o, I: tl.constexpr):
     """A bias times −log2 e at channels o [L] of a block, [1, L]."""
-    return tl.load(x + block * I + o, mask=o < I, other=0.0).to(tl.float32)[None, :] * -LOG2E
+    return tl.load(x + block * I + o, mask=o < I, other=0.0).to(tl.float32)[None, :] * -LOG2_E
 
 
 @triton.jit
 def load_rate(a_param, cols, W: tl.constexpr):
     """−8 softplus(Λ) log2 e and σ(Λ) of channels [L], each [1, L]."""
     rate, slope = decay_rate(a_param, cols, W)
-    return rate[None, :] * -LOG2E, slope[None, :]
+    return rate[None, :] * -LOG2_E, slope[None, :]
 
 
 @triton.jit
@@ -278,8 +238,8 @@ def gates_of(
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both gates of a tile, [S, L]; that of the recurrence is 0 where a token is not real."""
-    a_gate = lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + a_shift
-    x_gate = lanes(dot(x_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + x_shift
+    a_gate = lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2_E + a_shift
+    x_gate = lanes(dot(x_factor, tile, PRECISION), S, G, CHUNK) * -LOG2_E + x_shift
     r, gate = sigmoids(a_gate, x_gate)
     if not EVEN:
         r = tl.where(real, r, 0.0)

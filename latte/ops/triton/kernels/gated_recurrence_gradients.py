@@ -9,6 +9,7 @@ and completes dx.
 import triton
 import triton.language as tl
 
+from latte.ops.triton.kernels.arithmetic import LOG2_E, dot, exp2, inverse_root
 from latte.ops.triton.kernels.gated_recurrence import (
     begin,
     compose,
@@ -16,7 +17,6 @@ from latte.ops.triton.kernels.gated_recurrence import (
     decay_and_rest,
     first_lanes,
     gates_of,
-    inverse_root,
     lanes,
     load_bias,
     load_lanes,
@@ -35,8 +35,6 @@ from latte.ops.triton.kernels.gated_recurrence import (
     tile_marks,
     turned,
 )
-from latte.ops.triton.kernels.latents import dot, exp2
-from latte.ops.triton.kernels.recurrence import LOG2E
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -102,7 +100,7 @@ def piece_starts_kernel(
             ended = marks_of(lasts, t, token, stop, -1)
         tile = load_tile(x, t, real_tile, X_TOKEN, I, K, C, EVEN, DTYPE)
         pull = load_lanes(dy, t, real, ok, Y_TOKEN, S, G, CHUNK, EVEN, WHOLE)
-        r = sigmoid(lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2E + a_shift)
+        r = sigmoid(lanes(dot(a_factor, tile, PRECISION), S, G, CHUNK) * -LOG2_E + a_shift)
         if not EVEN:
             r = tl.where(real, r, 0.0)
         a = exp2(r * rate)

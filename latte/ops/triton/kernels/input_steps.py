@@ -6,7 +6,7 @@ Each program owns what it overwrites: a block of the RG-LRU's channels, or some 
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import MINUS_INF
+from latte.ops.triton.kernels.arithmetic import MINUS_INF
 from latte.ops.triton.kernels.recurrence import decay_and_rest, decay_rate, inverse_root, sigmoids
 
 

@@ -10,61 +10,9 @@ Axes: C tokens of the tile, L latents of one block.
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
+from latte.ops.triton.kernels.arithmetic import INTERPRETED, MINUS_INF, dot, exp, inverse_or_zero, log
+
 MAX_LEAP = tl.constexpr(30.0)
-MINUS_INF = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def exp2(x):
-    """2 ** x, denormals to 0: one instruction where tl.exp2 takes four."""
-    if INTERPRETED:
-        power = tl.exp2(x)
-    else:
-        power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return power
-
-
-@triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """a @ b in float32 (the interpreter takes bfloat16 factors for integers)."""
-    if INTERPRETED:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32))
-    else:
-        product = tl.dot(a, b, input_precision=PRECISION)
-    return product
-
-
-@triton.jit
-def inverse_or_zero(x):
-    """1 / x, 0 at 0, for x ≥ 0 that is normal or 0."""
-    if INTERPRETED:
-        inverse = 1.0 / tl.where(x > 0, x, 1.0)
-    else:
-        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return tl.where(x > 0, inverse, 0.0)
-
-
-@triton.jit
-def log2(x):
-    """For x that is normal; one instruction where tl.log2 takes some twenty."""
-    if INTERPRETED:
-        power = tl.log2(x)
-    else:
-        power = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return power
-
-
-@triton.jit
-def log(x):
-    return LN_2 * log2(x)
-
-
-@triton.jit
-def exp(x):
-    return exp2(x * LOG2_E)
 
 
 @triton.jit

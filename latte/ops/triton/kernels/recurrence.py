@@ -12,8 +12,8 @@ sequence of a batch row begins at token 0. A masked row has a gate of −inf and
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-MINUS_INF = tl.constexpr(float("-inf"))
+from latte.ops.triton.kernels.arithmetic import LOG2_E, MINUS_INF
+
 MASKED = tl.constexpr(-2)
 LARGEST = tl.constexpr(9.223372036854775808e18)  # 2**63: the product of two is finite
 VANISHED = tl.constexpr(-88.0)  # σ of less is 0 in float32
@@ -60,8 +60,8 @@ def load_rows(
 @triton.jit
 def sigmoids(a_gate, x_gate):
     """σ of both gates, from one reciprocal; what is below 1e-19 counts as 1e-19 down to where it vanishes."""
-    a_side = 1.0 + tl.minimum(tl.exp2(a_gate * -LOG2E), LARGEST)
-    x_side = 1.0 + tl.minimum(tl.exp2(x_gate * -LOG2E), LARGEST)
+    a_side = 1.0 + tl.minimum(tl.exp2(a_gate * -LOG2_E), LARGEST)
+    x_side = 1.0 + tl.minimum(tl.exp2(x_gate * -LOG2_E), LARGEST)
     root = tl.rsqrt(a_side * x_side)
     both = root * root
     return tl.where(a_gate < VANISHED, 0.0, both * x_side), both * a_side
@@ -70,15 +70,15 @@ def sigmoids(a_gate, x_gate):
 @triton.jit
 def decay(a_gate, rate):
     """a = exp(−rate σ(a_gate)) alone."""
-    root = tl.rsqrt(1.0 + tl.minimum(tl.exp2(a_gate * -LOG2E), LARGEST))
-    return tl.exp2(tl.where(a_gate < VANISHED, 0.0, root * root) * rate * -LOG2E)
+    root = tl.rsqrt(1.0 + tl.minimum(tl.exp2(a_gate * -LOG2_E), LARGEST))
+    return tl.exp2(tl.where(a_gate < VANISHED, 0.0, root * root) * rate * -LOG2_E)
 
 
 @triton.jit
 def decay_and_rest(r, rate):
     """a and 1 − a²; the latter from its series where a is near 1."""
     z = rate * r
-    a = tl.exp2(z * -LOG2E)
+    a = tl.exp2(z * -LOG2_E)
     y = z + z
     series = y * (1.0 - y * (0.5 - y * (0.1666666667 - y * 0.0416666667)))
     return a, tl.where(y < 0.0625, series, 1.0 - a * a)

@@ -7,9 +7,9 @@ ROWS tokens from the forward pass; it recomputes those few rows forwards, then w
 import triton
 import triton.language as tl
 
+from latte.ops.triton.kernels.arithmetic import MINUS_INF
 from latte.ops.triton.kernels.recurrence import (
     MASKED,
-    MINUS_INF,
     begin_row,
     decay,
     decay_and_rest,

@@ -7,7 +7,7 @@ Sums, products and stores of tiles take such tuples.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import INTERPRETED, dot
+from latte.ops.triton.kernels.arithmetic import INTERPRETED, dot
 
 
 @triton.jit

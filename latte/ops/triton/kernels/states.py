@@ -9,15 +9,8 @@ the tiles once more and leaves the state before each.
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import (
-    MINUS_INF,
-    dot,
-    exp,
-    finite,
-    inverse_or_zero,
-    is_wild,
-    safe_log,
-)
+from latte.ops.triton.kernels.arithmetic import MINUS_INF, dot, exp, inverse_or_zero
+from latte.ops.triton.kernels.latents import finite, is_wild, safe_log
 from latte.ops.triton.kernels.order import let_next_begin
 from latte.ops.triton.kernels.rows import add_weighted, load_rows, mean_rows, scaled, store_means, zero_rows
 from latte.ops.triton.kernels.tiles import given, locate, sequence_of

@@ -7,15 +7,8 @@ all heads of a row; the program that comes last moves them on, when all others h
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import (
-    MINUS_INF,
-    decay,
-    dot,
-    exp,
-    finite,
-    inverse_or_zero,
-    log_add,
-)
+from latte.ops.triton.kernels.arithmetic import MINUS_INF, dot, exp, inverse_or_zero
+from latte.ops.triton.kernels.latents import decay, finite, log_add
 from latte.ops.triton.kernels.window import capped, unit
 
 

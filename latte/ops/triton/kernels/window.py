@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from latte.ops.triton.kernels.latents import LOG2_E, MINUS_INF, exp, exp2, finite
+from latte.ops.triton.kernels.arithmetic import LOG2_E, MINUS_INF, exp, exp2
+from latte.ops.triton.kernels.latents import finite
 from latte.ops.triton.kernels.rows import products
 
 
