@@ -42,7 +42,8 @@ from latte.ops.triton.kernels.window import (
     real_rows,
     sequence_span,
     unit,
-    window_scores,
+    window_step,
+    window_steps,
 )
 
 
@@ -141,17 +142,12 @@ def query_grad_tile(
         mean_keys = zero_rows(C, KEY_WIDTH, BE)  # Σ a k
         h_local = tl.zeros([C], tl.float32)
         factor = unit(scale, softcap, CAPPED)
-        low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))
-        high = C // BN if CAUSAL else C // BN + NEAR
+        low, high = window_steps(start, first, slots, C, BN, NEAR, CAUSAL)
         for j in range(low, high):
-            s = start + j * BN + tl.arange(0, BN)
-            begin = start + j * BN + offset
-            real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
-            keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
-            values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
-            scores, slope = window_scores(
-                queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
-            )
+            keys, values, scores, slope = window_step(
+                j, queries, wk, v, mask, t, real, start, first, stop, offset, slots, wk_token, v_token, scale, softcap,
+                WIDTH, KEY_WIDTH, BN, BD, BE, WINDOW, CAUSAL, MASKED, CAPPED, FULL, PRECISION,
+            )  # fmt: skip
             weights = exp2(scores * factor - norm2[:, None])
             weighted = weights * products(pull, values, PRECISION)
             h_local += tl.sum(weighted, 1)

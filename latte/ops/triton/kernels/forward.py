@@ -19,7 +19,7 @@ from latte.ops.triton.kernels.rows import (
 )
 from latte.ops.triton.kernels.states import count_wild
 from latte.ops.triton.kernels.tiles import locate
-from latte.ops.triton.kernels.window import real_rows, sequence_span, softmax_step, unit, window_scores
+from latte.ops.triton.kernels.window import real_rows, sequence_span, softmax_step, unit, window_step, window_steps
 
 
 @triton.jit
@@ -245,17 +245,12 @@ def window_sums(
     peak = tl.full([C], MINUS_INF, tl.float32)
     total = tl.zeros([C], tl.float32)
     factor = unit(scale, softcap, CAPPED)
-    low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))  # none before the sequence and its past
-    high = C // BN if CAUSAL else C // BN + NEAR
+    low, high = window_steps(start, first, slots, C, BN, NEAR, CAUSAL)
     for j in range(low, high):
-        s = start + j * BN + tl.arange(0, BN)
-        begin = start + j * BN + offset
-        real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
-        keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
-        values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
-        scores, _ = window_scores(
-            queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
-        )
+        _, values, scores, _ = window_step(
+            j, queries, wk, v, mask, t, real, start, first, stop, offset, slots, wk_token, v_token, scale, softcap,
+            WIDTH, KEY_WIDTH, BN, BD, BE, WINDOW, CAUSAL, MASKED, CAPPED, FULL, PRECISION,
+        )  # fmt: skip
         weights, shrink, total, peak = softmax_step(scores, total, peak, factor)
         acc = add_weighted(scaled(acc, shrink[:, None]), weights, values, PRECISION)
     return acc, total, peak

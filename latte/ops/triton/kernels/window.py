@@ -5,7 +5,7 @@ import triton.language as tl
 
 from latte.ops.triton.kernels.arithmetic import LOG2_E, MINUS_INF, exp, exp2
 from latte.ops.triton.kernels.latents import finite
-from latte.ops.triton.kernels.rows import products
+from latte.ops.triton.kernels.rows import load_rows, products
 
 
 @triton.jit
@@ -81,6 +81,33 @@ def window_scores(
     if not FULL:
         visible = visible & real_s[None, :] & real_t[:, None]
     return tl.where(visible, scores, MINUS_INF), slope
+
+
+@triton.jit
+def window_steps(start, first, slots, C: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which steps, of BN keys each counted from `start`, a tile's tokens see: none before the sequence and its past."""
+    low = tl.maximum(-NEAR, -tl.cdiv(start - first + slots, BN))
+    high = C // BN if CAUSAL else C // BN + NEAR
+    return low, high
+
+
+@triton.jit
+def window_step(
+    j, queries, wk, v, mask, t, real, start, first, stop, offset, slots, wk_token, v_token, scale, softcap,
+    WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one of a tile's `window_steps`, and `window_scores` of them."""
+    s = start + j * BN + tl.arange(0, BN)
+    begin = start + j * BN + offset
+    real_s = real_rows(s, first - slots, stop, offset, mask, MASKED)
+    keys = load_rows(wk, begin, wk_token, real_s, BN, KEY_WIDTH, BE, FULL and CAUSAL)
+    values = load_rows(v, begin, v_token, real_s, BN, WIDTH, BD, FULL and CAUSAL)
+    scores, slope = window_scores(
+        queries, keys, t, s, real, real_s, scale, softcap, WINDOW, CAUSAL, CAPPED, FULL and CAUSAL, PRECISION
+    )
+    return keys, values, scores, slope
 
 
 @triton.jit
