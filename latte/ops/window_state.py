@@ -43,17 +43,17 @@ def advance_window(
 def _tail(keys: Tensor, values: Tensor, slots: int, mask: Tensor | None, backend: str) -> WindowState:
     """The window state where all of it lies in this call."""
     first = keys.shape[1] - slots
-    last_keys, last_values = keys[:, first:], values[:, first:]
+    keys, values = keys[:, first:], values[:, first:]
     if mask is not None:
-        return _valid_only(last_keys, last_values, mask[:, first:].clone())
+        return _valid_only(keys, values, mask[:, first:].clone())
     # A copy does not hold a whole context in memory; where a graph does so anyway, there is no need of one.
-    free = not (last_keys.requires_grad or last_values.requires_grad or torch.compiler.is_compiling())
-    if free and last_keys.numel() > 0 and backend_for(backend, keys.device) == "triton":
+    free = not (keys.requires_grad or values.requires_grad or torch.compiler.is_compiling())
+    if free and keys.numel() > 0 and backend_for(backend, keys.device) == "triton":
         from latte.ops.triton.window_tail import copy_tail
 
-        return WindowState(*copy_tail(keys, values, slots))
-    last_keys, last_values = (x if x.requires_grad else x.clone() for x in (last_keys, last_values))
-    return WindowState(last_keys, last_values, torch.ones(keys.shape[0], slots, dtype=torch.bool, device=keys.device))
+        return WindowState(*copy_tail(keys, values))
+    keys, values = (x if x.requires_grad else x.clone() for x in (keys, values))
+    return WindowState(keys, values, torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device))
 
 
 def _valid_only(keys: Tensor, values: Tensor, valid: Tensor) -> WindowState:

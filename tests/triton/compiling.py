@@ -78,7 +78,7 @@ def attention_calls(tokens: int) -> None:
     shape, latents = (1, tokens, 2), 16
     q, k, v, *pair = (tensor(*shape, width) for width in (latents + 1, latents, 64, 64, 64))
     macchiato_attention(q, k, v, *pair, window=128, backend="triton").y.sum().backward()
-    copy_tail(v, v, 127)
+    copy_tail(v, v)
     latte_attention(k, k, tensor(*shape, 96), backend="triton")
     exact = [tensor(*shape, 64, dtype=torch.float32) for _ in range(3)]
     window_attention(*exact, window=128, backend="triton").y.sum().backward()

@@ -126,26 +126,15 @@ def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tens
     """Each tile's own carry becomes the carry after it; whole sequences' too where someone asks for them."""
     plan, tiles, form = call.plan, call.tiles, call.form
     pieces = tiles.rows * tiles.pieces
-    small, wide = (
-        call.empty(3, pieces, form.heads, form.latents),
-        call.empty(2, pieces, form.heads, form.latents, call.width),
-    )
-    piece_h, after_h, piece_end = small.unbind()
-    piece, after = wide.unbind()
+    piece_h, after_h, piece_end = call.empty(3, pieces, form.heads, form.latents).unbind()
+    piece, after = call.empty(2, pieces, form.heads, form.latents, call.width).unbind()
     whole = whole_h = None
     if form.given or not form.causal:  # someone asks for the carry of whole sequences
-        whole, whole_h = (torch.zeros_like(x) for x in (states.last_mean, states.last_norm)) if into is None else (
-            x.clone() for x in into
-        )  # fmt: skip
-    shared, blocks, constants = (
-        plan.shared,
-        plan.shared["BLOCKS"],
-        {
-            "WHOLE": not form.causal,
-            "num_warps": 4,
-            "launch_pdl": form.early,
-        },
-    )
+        whole, whole_h = (
+            map(torch.zeros_like, (states.last_mean, states.last_norm)) if into is None else (x.clone() for x in into)
+        )
+    shared, blocks = plan.shared, plan.shared["BLOCKS"]
+    constants = {"WHOLE": not form.causal, "num_warps": 4, "launch_pdl": form.early}
     last, final = states.last_norm, (None, None) if into is None else into
     handed = {"INTO": into is not None}
     plan.launch(

@@ -12,28 +12,27 @@ BLOCK = 1024
 TAILS = Cookbook()
 
 
-def copy_tail(keys: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The last `slots` ≥ 1 of keys [B T Hv E] and values [B T Hv D], and that all are valid [B slots]."""
+def copy_tail(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last keys [B P Hv E] and values [B P Hv D] of a call in memory of their own, and that all are valid [B P]."""
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
 
     def call() -> tuple[list[Tensor], list[Tensor]]:
-        return list(_copy_tail(keys, values, slots)), []
+        return list(_copy_tail(keys, values)), []
 
-    recipe = TAILS.find((keys, values), (slots,), call)
-    tail_keys, tail_values, valid = call()[0] if recipe is None else recipe.run((keys, values))[0]
-    return tail_keys, tail_values, valid
+    recipe = TAILS.find((keys, values), (), call)
+    new_keys, new_values, valid = call()[0] if recipe is None else recipe.run((keys, values))[0]
+    return new_keys, new_values, valid
 
 
-def _copy_tail(keys: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, tokens, heads, key_width = keys.shape
-    width, device = values.shape[3], keys.device
-    tail_keys = empty((batch, slots, heads, key_width), keys.dtype, device)
-    tail_values = empty((batch, slots, heads, width), values.dtype, device)
-    valid = empty((batch, slots), torch.bool, device)
+def _copy_tail(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, slots, heads, key_width = keys.shape
+    width = values.shape[3]
+    new_keys, new_values = (empty(x.shape, x.dtype, x.device) for x in (keys, values))
+    valid = empty((batch, slots), torch.bool, keys.device)
     widest = triton.next_power_of_2(heads * max(key_width, width))
     launch(
-        window_tail_kernel, batch * slots, keys, values, tail_keys, tail_values, valid, tokens - slots, slots,
+        window_tail_kernel, batch * slots, keys, values, new_keys, new_values, valid, slots,
         *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads, KEY_WIDTH=key_width, WIDTH=width, BLOCK=min(BLOCK, widest), num_warps=4,
     )  # fmt: skip
-    return tail_keys, tail_values, valid
+    return new_keys, new_values, valid

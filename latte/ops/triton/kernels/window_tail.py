@@ -6,15 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def window_tail_kernel(
-    keys, values, tail_keys, tail_values, valid, first, slots, k_row, k_token, k_head, v_row, v_token, v_head,
+    keys, values, new_keys, new_values, valid, slots, k_row, k_token, k_head, v_row, v_token, v_head,
     HEADS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One position of one row, which is valid."""
     program = tl.program_id(0)
-    row, token = (program // slots).to(tl.int64), (first + program % slots).to(tl.int64)
+    row, slot = (program // slots).to(tl.int64), (program % slots).to(tl.int64)
     to = program.to(tl.int64) * HEADS
-    copy_heads(keys + row * k_row + token * k_token, tail_keys + to * KEY_WIDTH, k_head, HEADS, KEY_WIDTH, BLOCK)
-    copy_heads(values + row * v_row + token * v_token, tail_values + to * WIDTH, v_head, HEADS, WIDTH, BLOCK)
+    copy_heads(keys + row * k_row + slot * k_token, new_keys + to * KEY_WIDTH, k_head, HEADS, KEY_WIDTH, BLOCK)
+    copy_heads(values + row * v_row + slot * v_token, new_values + to * WIDTH, v_head, HEADS, WIDTH, BLOCK)
     tl.store(valid + program, program >= 0)
 
 
