@@ -6,15 +6,25 @@ from torch import Tensor, nn
 
 from latte.layers.checks import check_count, check_multiple
 
+ROW = 16  # columns: rows of 16-bit numbers begin at multiples of 32 bytes, which is what a GPU reads at once
+
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
     """The output of each; for several tokens, of plain layers, by one product, whose gradient is one product too."""
     # for one token, putting the weights side by side would cost more than it saves
     if not are_plain(*linears) or x.shape[1] == 1:
         return [linear(x) for linear in linears]
-    weight = torch.cat([linear.weight for linear in linears])
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return list(F.linear(x, weight, bias).split([linear.out_features for linear in linears], dim=-1))
+    sizes = [linear.out_features for linear in linears]
+    spare = -sum(sizes) % ROW if x.is_cuda else 0
+    weight = _beside([linear.weight for linear in linears], spare)
+    bias = None if linears[0].bias is None else _beside([linear.bias for linear in linears], spare)
+    joint = F.linear(x, weight, bias)
+    return list(joint.split([*sizes, spare] if spare else sizes, dim=-1)[: len(linears)])
+
+
+def _beside(parts: list[Tensor], spare: int) -> Tensor:
+    """Weights, or biases, in one, with as many rows of 0 after them."""
+    return torch.cat([*parts, parts[0].new_zeros((spare, *parts[0].shape[1:]))] if spare else parts)
 
 
 def are_plain(*linears: nn.Module) -> bool:

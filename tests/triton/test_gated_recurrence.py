@@ -24,9 +24,11 @@ def small_tiles(monkeypatch, device):
     monkeypatch.setattr(gated_recurrence, "MIN_PIECE", 8)
     if device == "cpu":
         monkeypatch.setattr(gated_recurrence, "chunk_size", lambda size: 4)
-        monkeypatch.setattr(gated_recurrence, "segments", lambda size, shape: 2)
-        monkeypatch.setattr(gated_recurrence, "FORWARD_SHAPE", gated_recurrence.Shape(4, 1, 4))
-        monkeypatch.setattr(gated_recurrence, "BACKWARD_SHAPE", gated_recurrence.Shape(4, 1, 2))
+        shape = gated_recurrence.Shape(span=4, segments=2, fill=4, registers=128)
+        monkeypatch.setattr(gated_recurrence, "FORWARD_SHAPES", gated_recurrence.Shapes(shape, shape))
+        monkeypatch.setattr(gated_recurrence, "BACKWARD_SHAPES", gated_recurrence.Shapes(shape, shape))
+        monkeypatch.setattr(gated_recurrence, "CHECKPOINT", 4)  # a part of a tile, as it may be
+        monkeypatch.setattr(gated_recurrence, "UNIT", 8)
 
 
 def draw(seed, *shape):
@@ -126,11 +128,28 @@ def test_one_piece(device, monkeypatch):
     """As for many rows."""
     from latte.ops.triton import gated_recurrence
 
-    def plan(x, blocks, shape):
-        return gated_recurrence.Plan(gated_recurrence.tile_size(SIZE, shape), 128, 1, 1)
+    def plan(x, blocks, shapes):
+        return gated_recurrence.Plan(shapes.few, 128, 1, 1)
 
     monkeypatch.setattr(gated_recurrence.Plan, "make", plan)
     assert_matches(make_inputs(13, batch=3, blocks=1), device, state=make_state(3, SIZE)[:, :SIZE])
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "many", "cut"), [(32, 1024, True, False), (5, 4096, False, False), (1, 4096, True, True)]
+)
+def test_threads_share_channels_where_rows_do_not_quite_fill_the_device(batch, tokens, many, cut, monkeypatch):
+    """The plan for 16 blocks of 48 channels: 48 programs a row, on a device of 64 processors."""
+    from latte.ops.triton import gated_recurrence
+
+    monkeypatch.undo()
+    x = torch.empty((batch, tokens, 768), device="meta")
+    for shapes in (gated_recurrence.FORWARD_SHAPES, gated_recurrence.BACKWARD_SHAPES):
+        plan = gated_recurrence.Plan.make(x, 16, shapes)
+        assert (plan.shape is shapes.many) == many
+        assert plan.chunks == 48
+        assert (plan.pieces > 1) == cut
+        assert plan.length % plan.shape.tile == plan.shape.tile % gated_recurrence.CHECKPOINT == 0
 
 
 @pytest.mark.parametrize(("blocks", "size", "length"), [(1, 4, 16), (1, 7, 11)])

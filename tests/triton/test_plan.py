@@ -1,5 +1,6 @@
 """Launches that skip Triton's look at the arguments take it again whenever that could find something else."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -81,17 +82,56 @@ FORM = plans.Form(
 )  # fmt: skip
 
 
+class Compiling:
+    """A kernel that is being compiled, as Triton gives it; `run` builds its launcher at the first look."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def result(self) -> "Compiling":
+        self.events.append("compiled")
+        return self
+
+    @property
+    def run(self) -> None:
+        self.events.append("loaded")
+
+
 @pytest.mark.parametrize("can", [True, False], ids=["Triton 3.5 on", "Triton 3.4"])
-def test_kernels_are_compiled_before_they_are_launched_where_triton_can(
-    can: bool, monkeypatch: pytest.MonkeyPatch
+def test_kernels_are_compiled_and_loaded_before_they_are_launched_where_triton_can(
+    can: bool, plan: plans.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "JITFunction", SimpleNamespace)
-    monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool: pool, raising=False)
+    monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool: nullcontext(), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # which stands for none
     if not can:
         monkeypatch.delattr(triton, "AsyncCompileMode")
-    seen: list[bool] = []
-    prepare(SimpleNamespace(), lambda: seen.append(is_preparing()))
-    assert seen == ([True] if can else [])
+    events: list[str] = []
+
+    def warmup(*arguments, grid, **constants) -> Compiling:
+        assert is_preparing()
+        assert (arguments, grid, constants["N"]) == ((None, x, 3), (7,), 5)
+        events.append("asked for")
+        return Compiling(events)
+
+    kernel, x = SimpleNamespace(warmup=warmup), torch.zeros(2)
+    prepare(kernel, lambda: plan.launch("kernel", kernel, (7,), (None, x), (3,), {"N": 5}, True))
+    assert events == (["asked for", "compiled", "loaded"] if can else [])
+    assert not is_preparing()
+
+
+def test_a_kernel_that_does_not_compile_says_so(plan: plans.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "JITFunction", SimpleNamespace)
+    monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool: nullcontext(), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+
+    class Failing(Compiling):
+        def result(self) -> "Compiling":
+            raise RuntimeError("out of registers")
+
+    kernel = SimpleNamespace(warmup=lambda *arguments, **constants: Failing([]))
+    with pytest.raises(RuntimeError, match="out of registers"):
+        prepare(kernel, lambda: plan.launch("kernel", kernel, (7,), (torch.zeros(2),), (), {}, True))
     assert not is_preparing()
 
 

@@ -2,7 +2,7 @@
 
 Where batch rows and blocks of the gates are too few to fill the device, sequences are cut into pieces, as in
 `recurrence.py`: what each piece does to h, a scan over the pieces, then all outputs. Kept for the gradients are the
-inputs and h before every tile of the backward pass in float32. No result depends on the order programs run in.
+inputs and h before every 32 tokens in float32. No result depends on the order programs run in.
 """
 
 from typing import Any, NamedTuple
@@ -30,12 +30,29 @@ class Shape(NamedTuple):
     """How a pass is spread over threads."""
 
     span: int  # tokens of a thread
-    warps: int  # of a program
-    programs: int  # that a processor is to have at once
-    registers: int = 0  # of a thread at most, where products are of 16 bits; 0 for as many as it likes
+    segments: int  # of a tile: threads that share a channel
+    fill: int  # warps that a processor is to have at once
+    registers: int  # of a thread at most, where products are of 16 bits
+
+    @property
+    def tile(self) -> int:
+        return self.span * self.segments
+
+    def warps(self, chunk: int) -> int:
+        return max(1, self.segments * chunk // 32)
 
 
-FORWARD_SHAPE, BACKWARD_SHAPE = Shape(16, 2, 8, 128), Shape(8, 4, 4, 128)
+class Shapes(NamedTuple):
+    """Where rows and channels alone fill the device, few threads share a channel; where not quite, more do."""
+
+    many: Shape
+    few: Shape
+
+
+FORWARD_SHAPES = Shapes(Shape(16, 2, 16, 112), Shape(16, 4, 16, 128))
+BACKWARD_SHAPES = Shapes(Shape(16, 2, 12, 168), Shape(8, 8, 16, 128))
+CHECKPOINT = 32  # tokens from one h that is kept to the next: divides every tile
+UNIT = max(shape.tile for shape in (*FORWARD_SHAPES, *BACKWARD_SHAPES))  # divides every piece
 
 
 def recur_gated(
@@ -71,56 +88,49 @@ def chunk_size(size: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How a call is cut: tiles of `tile` tokens, and pieces of `length`, each by `chunks` programs."""
+    """How a call is cut: pieces of `length` tokens, each by `chunks` programs."""
 
-    tile: int
+    shape: Shape
     length: int
     pieces: int
     chunks: int
 
     @classmethod
-    def make(cls, x: Tensor, blocks: int, shape: Shape) -> "Plan":
+    def make(cls, x: Tensor, blocks: int, shapes: Shapes) -> "Plan":
         batch, tokens, width = x.shape
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 64
-        chunks = blocks * triton.cdiv(width // blocks, chunk_size(width // blocks))
-        wanted, each = processors * shape.programs, batch * chunks
+        chunk = chunk_size(width // blocks)
+        chunks = blocks * triton.cdiv(width // blocks, chunk)
+        wanted = {shape: triton.cdiv(processors * shape.fill, shape.warps(chunk)) for shape in shapes}  # programs
         # A second look at every token costs more than a third of the processors' time.
-        pieces = 1 if 3 * each >= wanted else min(MAX_PIECES, triton.cdiv(wanted, each))
-        unit = max(tile_size(width // blocks, s) for s in (FORWARD_SHAPE, BACKWARD_SHAPE))
-        length = triton.cdiv(max(MIN_PIECE, triton.cdiv(tokens, pieces)), unit) * unit
-        pieces = triton.cdiv(tokens, length)
-        return cls(tile_size(width // blocks, shape), length, pieces, chunks)
+        whole = next((shape for shape in shapes if 3 * batch * chunks >= wanted[shape]), None)
+        shape = whole or shapes.many
+        pieces = 1 if whole else min(MAX_PIECES, triton.cdiv(wanted[shape], batch * chunks))
+        length = triton.cdiv(max(MIN_PIECE, triton.cdiv(tokens, pieces)), UNIT) * UNIT
+        return cls(shape, length, triton.cdiv(tokens, length), chunks)
 
 
-def tile_size(size: int, shape: Shape) -> int:
-    return shape.span * segments(size, shape)
-
-
-def segments(size: int, shape: Shape) -> int:
-    return max(1, 32 * shape.warps // chunk_size(size))
-
-
-def _options(x: Tensor, weight: Tensor, state: Tensor | None, rows: Rows, plan: Plan, shape: Shape,
-             dtype: torch.dtype, **inputs: Tensor) -> dict[str, Any]:  # fmt: skip
+def _options(x: Tensor, weight: Tensor, state: Tensor | None, rows: Rows, shape: Shape, dtype: torch.dtype,
+             **inputs: Tensor) -> dict[str, Any]:  # fmt: skip
     """What the kernels are compiled for; `inputs` by the letter of their stride."""
     blocks, size, _ = weight.shape
     chunk = chunk_size(size)
     exact = dtype == torch.float32
-    limit = {"maxnreg": shape.registers} if shape.registers and not exact else {}
+    limit = {} if exact else {"maxnreg": shape.registers}
     return {
         "N": blocks,
         "I": size,
         "K": max(32, triton.next_power_of_2(size)),  # Triton 3.6 misreads 16-bit right factors of 16 columns
         "S": shape.span,
-        "G": segments(size, shape),
+        "G": shape.segments,
         "CHUNK": chunk,
         "CHUNKS": triton.cdiv(size, chunk),
         "STATE": state is not None,
         "CODES": rows.codes is not None,
-        "EVEN": rows.codes is None and x.shape[1] % plan.tile == 0,
+        "EVEN": rows.codes is None and x.shape[1] % shape.tile == 0,
         "DTYPE": NUMBERS[dtype],
         "PRECISION": "tf32x3" if exact else "tf32",
-        "num_warps": shape.warps,
+        "num_warps": shape.warps(chunk),
         "num_stages": 1 if exact else 3,  # as shared memory allows
         **limit,
         **{f"{letter}_TOKEN": z.stride(1) for letter, z in inputs.items()},
@@ -130,21 +140,21 @@ def _options(x: Tensor, weight: Tensor, state: Tensor | None, rows: Rows, plan: 
 def _forward(
     x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype, save
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the state after each sequence, and, if `save`, h before every tile of the backward pass."""
+    """y, the state after each sequence, and, if `save`, h before every CHECKPOINT tokens."""
     batch, tokens, width = x.shape
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, tokens)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = empty(x.shape, x.dtype, x.device)
-    checkpoints = empty(_checkpoint_shape(x, a_weight, save), torch.float32, x.device)
+    checkpoints = empty(_checkpoint_shape(x, save), torch.float32, x.device)
     if x.numel() == 0:
         unseen = x.new_full((sequences, width), -torch.inf, dtype=torch.float32)
         return y, unseen if state is None else state.clone(), checkpoints
     final = empty((sequences, width), torch.float32, x.device)
-    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, len(a_weight), FORWARD_SHAPE)
+    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, len(a_weight), FORWARD_SHAPES)
     x, given = side_by_side(x), None if state is None else state.contiguous()
     weights = [z.contiguous() for z in (a_weight, a_bias, x_weight, x_bias, a_param)]
-    options = _options(x, a_weight, state, rows, plan, FORWARD_SHAPE, dtype, X=x)
+    options = _options(x, a_weight, state, rows, plan.shape, dtype, X=x)
     decays, ends = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
     arguments = (
         x, *weights, given, rows.codes, rows.lasts, decays, ends, y, final, checkpoints if save else final,
@@ -154,16 +164,15 @@ def _forward(
         programs = batch * (plan.pieces - 1) * plan.chunks
         launch(forward_kernel, programs, *arguments, SAVE=0, ENDS=True, **options)
         scan_pieces(decays, ends, reverse=False)
-    every = tile_size(a_weight.shape[1], BACKWARD_SHAPE) if save else 0
+    every = CHECKPOINT if save else 0
     launch(forward_kernel, batch * plan.pieces * plan.chunks, *arguments, SAVE=every, ENDS=False, **options)
     if rows.untouched is not None:
         final = torch.where(rows.untouched, -torch.inf if given is None else given, final)
     return y, final, checkpoints
 
 
-def _checkpoint_shape(x: Tensor, weight: Tensor, save: bool) -> tuple[int, int, int]:
-    tile = tile_size(weight.shape[1], BACKWARD_SHAPE)
-    return (x.shape[0], (x.shape[1] + tile - 1) // tile, x.shape[2]) if save else (0, 0, 0)
+def _checkpoint_shape(x: Tensor, save: bool) -> tuple[int, int, int]:
+    return (x.shape[0], (x.shape[1] + CHECKPOINT - 1) // CHECKPOINT, x.shape[2]) if save else (0, 0, 0)
 
 
 def _backward(
@@ -176,11 +185,11 @@ def _backward(
         weight_sums = dfinal.new_zeros((1, 2 * blocks * size * size))
         return dx, weight_sums, dfinal.new_zeros((1, 3 * x.shape[2])), dfinal.clone()
     batch, _, width = x.shape
-    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, blocks, BACKWARD_SHAPE)
+    rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, blocks, BACKWARD_SHAPES)
     dy, x, dfinal = side_by_side(dy), even_rows(x), dfinal.contiguous()
     given = None if state is None else state.contiguous()
     weights = [z.contiguous() for z in (a_weight, a_bias, x_weight, x_bias, a_param)]
-    options = _options(x, a_weight, state, rows, plan, BACKWARD_SHAPE, dtype, Y=dy, X=x)
+    options = _options(x, a_weight, state, rows, plan.shape, dtype, Y=dy, X=x)
     decays, starts = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
     dstate = empty(dfinal.shape, dfinal.dtype, x.device)
     sums = empty((batch * plan.pieces, 3 * width), torch.float32, x.device)
@@ -197,7 +206,7 @@ def _backward(
     launch(
         gate_grad_kernel, batch * plan.pieces * plan.chunks,
         dy, x, *weights, dfinal, given, rows.codes, rows.lasts, starts, checkpoints,
-        da_gate, dx_gate, dx, sums, dstate, *sizes, EVERY=plan.tile, **options,
+        da_gate, dx_gate, dx, sums, dstate, *sizes, EVERY=CHECKPOINT, **options,
     )  # fmt: skip
     weight_sums = launch_gradients(x, da_gate, dx_gate, weights[0], weights[2], dx, rows.codes, add=True)
     if rows.untouched is not None:
@@ -295,7 +304,7 @@ def gated_rglru_forward(
     dtype: torch.dtype,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the state after each sequence, and, if `save`, h before every tile of the backward pass."""
+    """y, the state after each sequence, and, if `save`, h before every CHECKPOINT tokens."""
     tensors = (x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens)
 
     def call() -> list[Tensor]:
@@ -311,7 +320,7 @@ def _(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, d
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     final = x.new_empty((sequences, x.shape[2]), dtype=torch.float32)
-    return y, final, x.new_empty(_checkpoint_shape(x, a_weight, save), dtype=torch.float32)
+    return y, final, x.new_empty(_checkpoint_shape(x, save), dtype=torch.float32)
 
 
 @torch.library.custom_op("latte::gated_rglru_backward", mutates_args=())

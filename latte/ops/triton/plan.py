@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from latte.ops.triton.prepare import is_preparing
+from latte.ops.triton.prepare import compile_only, is_preparing
 from latte.ops.triton.replay import note_launch
 
 MOST_COMPILED = 4096
@@ -62,7 +62,7 @@ class Plan:
         if not all(grid):
             return
         if is_preparing():
-            kernel.warmup(*tensors, *numbers, grid=grid, **constants)
+            compile_only(kernel, grid, (*tensors, *numbers), constants)
             return
         device = next(x for x in tensors if x is not None).device.index
         key = (name, device, numbers, *(x is None for x in tensors))

@@ -59,16 +59,18 @@ def tile_states(call: Call) -> States:
         (k, v, mask, own_norm, own_mean, peak, wild, tiles.table),
         (*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0), call.tokens, tiles.per_row,
          tiles.total, each),
-        pick(shared, *SIZES, "BLOCKS", "GROUPS", "C", "FULL", "PRECISION", MASKED=mask is not None, **plan.own),
+        pick(shared, *SIZES, "BLOCKS", "GROUPS", "C", "FULL", "PRECISION", "EARLY", MASKED=mask is not None,
+             launch_pdl=shared["EARLY"], **plan.own),
         call.aligned,
     )  # fmt: skip
-    # Not begun early: its programs would take the places of the tiles' last ones.
+    # The tiles' kernel does not let it begin earlier: its programs would take the places of the last tiles'.
     plan.launch(
         "prefix", prefix_kernel, (tiles.rows, heads, latents),
         (own_norm, own_mean, x.first_norm, x.first_mean, norm, mean, wild, last_norm, last_mean, tiles.table),
         (tiles.per_row, per_lane, used),
         pick(shared, *LANES, "BLOCKS", GIVEN=call.form.given, DEPTH=asked_ahead(per_lane), N=lanes(used),
-             num_warps=1 if per_lane == 1 else lanes(used) // 8),
+             SHORT=per_lane == 1 and not (call.form.packed or call.form.given),
+             num_warps=1 if per_lane == 1 else lanes(used) // 8, launch_pdl=shared["EARLY"]),
         call.aligned,
     )  # fmt: skip
     return States(norm, mean, peak, wild, last_norm, last_mean)

@@ -347,8 +347,8 @@ def key_grad_tile(
                     dscores = dscores * slope
                 dvalues = add_weighted(dvalues, weights, pull, PRECISION)
                 dkeys = add_weighted(dkeys, dscores, queries, PRECISION)
-                if BD <= 64:  # products of two rounds at a time would make all products wait for each other
-                    dvalues, dkeys = hold(dvalues), hold(dkeys)
+                # Products of two rounds at a time would make all products wait for each other.
+                dvalues, dkeys = hold(dvalues), hold(dkeys)
 
         if LATENTS and not PAST:
             q_here, k_here = q + row * q_row + head * q_head, k + row * k_row + head * k_head

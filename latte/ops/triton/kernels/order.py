@@ -1,7 +1,8 @@
 """Launches of which one begins while the one before it ends (EARLY, from compute capability 9 on).
 
-A kernel lets the next begin when all its own programs have. Until it has waited for the one before it, it may read what
-was there before both, and write nothing: memory that a finished call has given back may still be in use.
+A kernel lets the next begin when all its own programs have, or else when they end; what is then left to save is the
+time a launch takes. Until it has waited for the one before it, it may read what was there before both, and write
+nothing: memory that a finished call has given back may still be in use. One that waits first may follow any kernel.
 """
 
 import triton

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from latte.ops.triton.kernels.arithmetic import MINUS_INF, dot, exp, inverse_or_zero
 from latte.ops.triton.kernels.latents import finite, is_wild, safe_log
-from latte.ops.triton.kernels.order import let_next_begin
+from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import add_weighted, load_rows, mean_rows, scaled, store_means, zero_rows
 from latte.ops.triton.kernels.tiles import given, locate, sequence_of
 
@@ -22,9 +22,10 @@ def tile_kernel(
     k_row, k_token, k_head, v_row, v_token, v_head, mask_row, tokens, per_row, total, each,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr,
     C: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
-    MASKED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The states that `each` tiles' tokens alone make, the largest of their keys, and which are wild."""
+    wait_for_last(EARLY)
     head, block = tl.program_id(0) % HEADS, tl.program_id(1)
     if tl.program_id(0) + block == 0:
         tl.store(wild, 0)  # the next launch looks for notes
@@ -70,12 +71,59 @@ def prefix_kernel(
     own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
     per_row, per_piece, pieces,
     HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
-    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, SHORT: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The state of one latent before each tile of a row and after each sequence; and whether any tile is wild."""
+    wait_for_last(EARLY)
     let_next_begin(EARLY)
     row, head, latent = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if SHORT:
+        short_row(own_norm, own_mean, norms, means, wild, last_norm, last_mean, row, head, latent, per_row,
+                  HEADS, NUM, WIDTH, BLOCKS, N, BD, PRECISION)  # fmt: skip
+    else:
+        long_row(own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
+                 row, head, latent, per_row, per_piece, pieces,
+                 HEADS, NUM, WIDTH, BLOCKS, N, BD, PACKED, GIVEN, DEPTH, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def short_row(
+    own_norm, own_mean, norms, means, wild, last_norm, last_mean, row, head, latent, per_row,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A row of at most N tiles, one sequence that begins with nothing."""
+    i, d = tl.arange(0, N), tl.arange(0, BD)
+    norm, mean = load_own(own_norm, own_mean, row, i, 0, head, latent, d, per_row, 1, per_row,
+                          HEADS, NUM, WIDTH, 1)  # fmt: skip
+    if latent == 0:
+        if tl.max(load_notes(wild, row, i, i < per_row, head, per_row, HEADS, BLOCKS), 0) > 0:
+            tl.store(wild, 1)
+    mean = mean.to(tl.float32)
+    peak = finite(tl.max(norm, 0))
+    weights = exp(norm - peak)
+    total = tl.sum(weights, 0)
+    last_at = (row.to(tl.int64) * HEADS + head) * NUM + latent
+    tl.store(last_norm + last_at, peak + safe_log(total))
+    last = tl.sum(mean * weights[:, None], 0) * inverse_or_zero(total)
+    tl.store(last_mean + last_at * WIDTH + d, last, mask=d < WIDTH)
+    norm, mean = before_pieces(norm, mean, None, None, row, i, i * 0, head, latent, d, None, per_row, 1, per_row,
+                               HEADS, NUM, WIDTH, False, False, PRECISION)  # fmt: skip
+    at = ((row * per_row + i).to(tl.int64) * HEADS + head) * NUM + latent
+    tl.store(norms + at, norm, mask=i < per_row)
+    keep = (i < per_row)[:, None] & (d < WIDTH)[None, :]
+    tl.store(mean_rows(means, at, d, WIDTH), mean.to(means.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def long_row(
+    own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
+    row, head, latent, per_row, per_piece, pieces,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
+    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A row in pieces of several tiles, or of several sequences."""
     i, d = tl.arange(0, N), tl.arange(0, BD)
     norm = tl.full([N], MINUS_INF, tl.float32)
     mean = tl.zeros([N, BD], tl.float32)
