@@ -82,8 +82,13 @@ def gradient_kernel(
     dbias, other_dbias = tl.zeros([BO], tl.float32), tl.zeros([BO], tl.float32)
     begin = part * part_tokens
     end = tl.minimum(begin + part_tokens, tokens)
+    dx += block * I
+    if ADD:
+        given = load_piece(dx, begin + tl.arange(0, BT), i, dx_token, end, I)
     for start in range(begin, end, BT):
         t = start + tl.arange(0, BT)
+        if ADD:
+            following = load_piece(dx, t + BT, i, dx_token, end, I)  # a tile ahead: nothing waits for it
         known = t
         if codes is not None:
             marks = tl.load(codes + t, mask=t < end, other=MASKED)
@@ -91,14 +96,15 @@ def gradient_kernel(
         rows = tl.trans(load_piece(x + block * I, known, i, x_token, end, I).to(narrow))
         pull = load_piece(dy + block * O, t, o, dy_token, end, O)
         other_pull = load_piece(other_dy + block * O, t, o, dy_token, end, O)
-        acc = dot(pull, columns, PRECISION) + dot(other_pull, other_columns, PRECISION)
-        at = dx + block * I + t.to(tl.int64)[:, None] * dx_token + i[None, :]
-        keep = (t < end)[:, None] & (i < I)[None, :]
-        if ADD:
-            acc += tl.load(at, mask=keep, other=0.0).to(tl.float32)
-        tl.store(at, acc.to(dx.dtype.element_ty), mask=keep)
         dweight += dot(rows, pull, PRECISION)
         other_dweight += dot(rows, other_pull, PRECISION)
+        acc = dot(pull, columns, PRECISION)
+        acc += dot(other_pull, other_columns, PRECISION)
+        if ADD:
+            acc += given.to(tl.float32)
+            given = following
+        at = dx + t.to(tl.int64)[:, None] * dx_token + i[None, :]
+        tl.store(at, acc.to(dx.dtype.element_ty), mask=(t < end)[:, None] & (i < I)[None, :])
         if not ADD:
             dbias += tl.sum(pull.to(tl.float32), 0)
             other_dbias += tl.sum(other_pull.to(tl.float32), 0)
