@@ -20,7 +20,7 @@ from latte.ops.states import (
     WindowState,
     accumulation_dtype,
 )
-from latte.ops.window_state import advance_window
+from latte.ops.window_state import advance_window, room_for_tail
 
 
 def latte_attention(
@@ -142,11 +142,15 @@ def macchiato_attention(
         past = WindowState(state.keys, state.values, state.valid)
         _check_latte_state(state.latents, (sequences, q.shape[2], k.shape[3], v.shape[3]), v, "state.latents")
         _check_window_state(past, sequences, window_k, v, window)
+    recent = None
+    if causal and mask is None and past is None and cu_seqlens is None:
+        recent = room_for_tail(window_k, v, window, (q, k, v, window_q, window_k), backend)
     y, latents = _attend(
         backend, q, k, v, window_q, window_k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
-        latents=None if state is None else state.latents, past=past, cu_seqlens=cu_seqlens,
+        latents=None if state is None else state.latents, past=past, cu_seqlens=cu_seqlens, tail=recent,
     )  # fmt: skip
-    recent = advance_window(past, window_k, v, window, mask, cu_seqlens, backend)
+    if recent is None:
+        recent = advance_window(past, window_k, v, window, mask, cu_seqlens, backend)
     return MacchiatoOutput(y, MacchiatoState(latents, *recent))
 
 
@@ -167,6 +171,7 @@ def _attend(
     latents: LatteState | None = None,
     past: WindowState | None = None,
     cu_seqlens: Tensor | None,
+    tail: WindowState | None = None,
 ) -> tuple[Tensor, LatteState]:
     match checks.backend_for(backend, v.device):
         case "reference":
@@ -175,13 +180,14 @@ def _attend(
             from latte.ops.torch.attention import attend
         case _:
             from latte.ops.triton.attention import attend
+    more = {} if tail is None else {"tail": tail}  # which only Triton's kernels fill
     if scale is None and window_q is not None:
         scale = window_q.shape[-1] ** -0.5
     with checks.no_autocast(v.device):
         return attend(
             q, k, v, window_q, window_k, window=window, scale=1.0 if scale is None else scale, softcap=softcap or 0.0,
             undirected=undirected, causal=causal, mask=mask, latents=latents, past=past, cu_seqlens=cu_seqlens,
-            dtype=accumulation_dtype(q, k, v, window_q, window_k),
+            dtype=accumulation_dtype(q, k, v, window_q, window_k), **more,
         )  # fmt: skip
 
 

@@ -40,6 +40,27 @@ def advance_window(
     return _valid_only(keys, values, valid) if mask is not None else WindowState(keys, values, valid)
 
 
+def room_for_tail(
+    keys: Tensor, values: Tensor, window: int, inputs: tuple[Tensor, ...], backend: str
+) -> WindowState | None:
+    """An empty window state, where the kernels can fill it in passing: all of it lies in this call, without gradients.
+
+    That is for causal latents, with neither mask, packing nor past.
+    """
+    slots = window - 1
+    batch, tokens = keys.shape[:2]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if needs_grad or torch.compiler.is_compiling() or not 0 < slots <= tokens or keys.numel() == 0:
+        return None
+    if backend_for(backend, keys.device) != "triton":
+        return None
+    return WindowState(
+        keys.new_empty((batch, slots, *keys.shape[2:])),
+        values.new_empty((batch, slots, *values.shape[2:])),
+        torch.empty((batch, slots), dtype=torch.bool, device=keys.device),
+    )
+
+
 def _tail(keys: Tensor, values: Tensor, slots: int, mask: Tensor | None, backend: str) -> WindowState:
     """The window state where all of it lies in this call."""
     first = keys.shape[1] - slots

@@ -72,6 +72,38 @@ def test_states_of_attention(device: str, tokens: int) -> None:
     assert ours.keys.untyped_storage().data_ptr() != wk.untyped_storage().data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "key_width", "window"), [(4, 2, 16, 8, 65), (1, 1, 7, 5, 71), (6, 1, 192, 3, 2)]
+)
+def test_macchiato_keeps_its_window_in_passing(
+    device: str, heads: int, groups: int, width: int, key_width: int, window: int
+) -> None:
+    """More positions than programs take at once, grouped values, more numbers than one block holds; a wild tile too."""
+    shared, tokens = heads // groups, 70 if window > 2 else 9
+    q, k = (random(device, 2, tokens, heads, n, dtype=torch.float32) for n in (4, 3))
+    k[:, 5] += 200.0  # a normaliser leaps there
+    wq = random(device, 2, tokens, heads, key_width, dtype=torch.float32)
+    wk, v = random(device, 2, tokens, shared, key_width + width, dtype=torch.float32).split([key_width, width], dim=3)
+    theirs = macchiato_attention(q, k, v, wq, wk, window=window, backend="reference")
+    for _ in range(1 if device == "cpu" else 3):  # on a GPU the third is replayed
+        ours = macchiato_attention(q, k, v, wq, wk, window=window, backend="triton")
+        torch.testing.assert_close(ours.y, theirs.y, rtol=1e-4, atol=1e-5)
+        for name in ("keys", "values", "valid"):
+            assert torch.equal(getattr(ours.state, name), getattr(theirs.state, name)), name
+            assert getattr(ours.state, name).is_contiguous()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_call_with_gradients_leaves_the_state_a_part_of_the_graph(device: str) -> None:
+    """Even where only the logits have gradients, the state's keys are the keys themselves."""
+    q, k, v, wq, wk = (random(device, 1, 9, 1, n, dtype=torch.float32) for n in (4, 3, 4, 4, 4))
+    state = macchiato_attention(q.requires_grad_(), k, v, wq, wk, window=5, backend="triton").state
+    assert state.latents.mean.requires_grad
+    assert not state.keys.requires_grad
+    assert torch.equal(state.keys, wk[:, 5:])
+
+
 def test_what_needs_gradients_stays_a_view(device: str) -> None:
     wq, wk, v = (random(device, 1, 9, 1, 4, dtype=torch.float32).requires_grad_() for _ in range(3))
     state = window_attention(wq, wk, v, window=5, backend="triton").state

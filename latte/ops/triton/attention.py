@@ -38,8 +38,12 @@ def attend(
     past: WindowState | None,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
+    tail: WindowState | None = None,
 ) -> tuple[Tensor, LatteState]:
-    """The mixture of latents and window; either may be absent. Accumulates in float32."""
+    """The mixture of latents and window; either may be absent. Accumulates in float32.
+
+    `tail`, which needs causal latents and a call without gradients, is room for the window's state, to be filled.
+    """
     check_device(output_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
     _check_sizes(k, v, window_q)
@@ -48,11 +52,12 @@ def attend(
     keys, values, valid = (None, None, None) if past is None else past
     log_norm, mean = (None, None) if latents is None else latents
     # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
-    run = mixture_forward if torch.compiler.is_compiling() else Mixture.apply
-    y, log_norm, mean, *_ = run(
+    arguments = (
         q, k, v, window_q, window_k, mask, log_norm, mean, keys, values, valid, cu_seqlens,
         window, scale, softcap, undirected, causal,
     )  # fmt: skip
+    run = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(tail, *arguments)
+    y, log_norm, mean, *_ = run
     return y, LatteState(log_norm, mean)
 
 
@@ -71,8 +76,9 @@ KEPT = KEPT_STATES + 1  # tensors that backward keeps besides the inputs and the
 
 
 def _forward(
-    q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options
-) -> tuple[Tensor, ...]:
+    q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options,
+    tail=None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """y, the state after (log_norm, mean), and KEPT."""
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, v.shape[1])
@@ -81,11 +87,11 @@ def _forward(
 
     def run() -> tuple[Tensor, ...]:
         if k is None:
-            y, lse = launch.outputs(call, None)
+            y, lse = launch.outputs(call, None, None)
             last = call.empty(call.tiles.sequences, call.form.heads, 0)
             return y, last, call.empty(*last.shape, v.shape[3]), *(call.empty(0) for _ in range(KEPT_STATES)), lse
         states = tile_states(call)
-        y, lse = launch.outputs(call, states)
+        y, lse = launch.outputs(call, states, tail)
         return y, states.last_norm, states.last_mean, *states_to_keep(call, states), lse
 
     with torch.cuda.device_of(v):
@@ -145,18 +151,19 @@ class Mixture(torch.autograd.Function):
     """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(ctx, tail, *arguments):
         tensors, options = arguments[:12], arguments[12:]
+        inputs = (*tensors, *(() if tail is None else tail))
 
         def call() -> tuple[list[Tensor], list[Tensor]]:
-            results = _forward(*tensors, *options)
+            results = _forward(*arguments, tail=tail)
             return list(results[:3]), list(results[3:])
 
-        recipe = FORWARD.find(tensors, options, call) if _plain(tensors) else None
+        recipe = FORWARD.find(inputs, options, call) if _plain(tensors) else None
         if recipe is None:
             outputs, kept = call()
         else:
-            outputs, memory = recipe.run(tensors)
+            outputs, memory = recipe.run(inputs)
             kept = [memory]
         ctx.save_for_backward(*outputs[1:], *tensors, *kept)
         ctx.options, ctx.recipe = options, recipe
@@ -183,7 +190,7 @@ class Mixture(torch.autograd.Function):
             recipe = BACKWARD.find(inputs, ctx.options, lambda: ([x for x in call() if x is not None], []))
         found = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
-        return (*(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+        return (None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
 
 
 def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:

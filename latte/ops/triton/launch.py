@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.states import WindowState
 from latte.ops.triton.attention_call import LANES, SIZES, Call
 from latte.ops.triton.kernels.backward import key_grad_kernel, query_grad_kernel
 from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
@@ -13,12 +14,13 @@ from latte.ops.triton.plan import aligned, pick
 from latte.ops.triton.replay import empty
 from latte.ops.triton.states import States
 from latte.ops.triton.tiles import lanes
+from latte.ops.triton.window_tail import block_size
 
 WILD_PROGRAMS = 512  # enough to fill a GPU with wild tiles, and soon gone where there are none
 
 
-def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
-    """y and, for windows, the base-2 log-normaliser of each token's window."""
+def outputs(call: Call, states: States | None, tail: WindowState | None) -> tuple[Tensor, Tensor]:
+    """y and, for windows, the base-2 log-normaliser of each token's window; a given `tail` is filled."""
     x, plan = call.inputs, call.plan
     y = call.empty(call.batch, call.tokens, call.form.heads, call.width, dtype=x.v.dtype)
     lse = call.empty(*((call.batch, call.form.heads, call.tokens) if x.window_q is not None else (0,)))
@@ -28,10 +30,14 @@ def outputs(call: Call, states: States | None) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     programs = call.tiles.total * call.form.heads
     numbers = (*call.numbers(), programs)
+    follows = call.form.early and call.form.latents > 0  # kernels of the same call
+    constants = {**plan.shared, **plan.output, "FOLD": plan.folds, "launch_pdl": follows}
+    constants["BLOCK"] = block_size(call.form.value_heads, max(call.width, call.form.key_width))
     for name, wild in call.rounds("output"):
-        follows = call.form.early and call.form.latents > 0  # kernels of the same call
-        constants = {**plan.shared, **plan.output, "WILD": wild, "FOLD": plan.folds, "launch_pdl": follows}
-        plan.launch(name, output_kernel, _grid(programs, wild), tensors, numbers, constants, call.aligned)
+        slots = call.options.window - 1 if wild and tail is not None else 0
+        kind = {**constants, "WILD": wild, "TAIL": slots}
+        filled = tail if slots and tail is not None else (None,) * 3
+        plan.launch(name, output_kernel, _grid(programs, wild), (*tensors, *filled), numbers, kind, call.aligned)
     return y, lse
 
 

@@ -8,8 +8,13 @@ from latte.ops.triton.call import launch
 from latte.ops.triton.kernels.window_tail import window_tail_kernel
 from latte.ops.triton.replay import Cookbook, empty
 
-BLOCK = 1024
+BLOCK = 1024  # numbers that a program copies at once
 TAILS = Cookbook()
+
+
+def block_size(heads: int, width: int) -> int:
+    """How many numbers of a position are copied at once."""
+    return min(BLOCK, triton.next_power_of_2(heads * width))
 
 
 def copy_tail(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,10 +34,9 @@ def _copy_tail(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width = values.shape[3]
     new_keys, new_values = (empty(x.shape, x.dtype, x.device) for x in (keys, values))
     valid = empty((batch, slots), torch.bool, keys.device)
-    widest = triton.next_power_of_2(heads * max(key_width, width))
     launch(
-        window_tail_kernel, batch * slots, keys, values, new_keys, new_values, valid, slots,
+        window_tail_kernel, batch * slots, keys, values, new_keys, new_values, valid, slots, batch * slots,
         *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads, KEY_WIDTH=key_width, WIDTH=width, BLOCK=min(BLOCK, widest), num_warps=4,
+        HEADS=heads, KEY_WIDTH=key_width, WIDTH=width, BLOCK=block_size(heads, max(key_width, width)), num_warps=4,
     )  # fmt: skip
     return new_keys, new_values, valid

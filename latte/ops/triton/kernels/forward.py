@@ -20,6 +20,7 @@ from latte.ops.triton.kernels.rows import (
 from latte.ops.triton.kernels.states import count_wild
 from latte.ops.triton.kernels.tiles import locate
 from latte.ops.triton.kernels.window import real_rows, sequence_span, softmax_step, unit, window_step, window_steps
+from latte.ops.triton.kernels.window_tail import copy_tail
 
 
 @triton.jit
@@ -104,22 +105,32 @@ def logit_sums(
 
 @triton.jit
 def output_kernel(
-    q, k, v, wq, wk, mask, norms, means, peaks, wild, y, lse, table, bounds,
+    q, k, v, wq, wk, mask, norms, means, peaks, wild, y, lse, table, bounds, new_keys, new_values, valid,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap, programs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, FOLD: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y of one tile; WINDOW = 0 leaves out the window, LATENTS = False the latents.
 
     norms and means are the states before tiles or, with CAUSAL = False, those of sequences; peaks tiles' largest keys.
-    A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles. FOLD: see `folded.py`.
+    A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles. Before, they copy the
+    last TAIL keys and values of each row: the window's state. FOLD: see `folded.py`.
     """
     let_next_begin(EARLY)
     if WILD:
+        if TAIL > 0:  # needs nothing of this call; by now all that ran before it has ended, so nobody uses the room
+            first, positions = tl.cast(tokens - TAIL, tl.int64), programs // (per_row * HEADS) * TAIL
+            for n in range(tl.program_id(0) * 4, positions, tl.num_programs(0) * 4):
+                copy_tail(
+                    n + tl.arange(0, 4), wk + first * wk_token, v + first * v_token, new_keys, new_values, valid, TAIL,
+                    positions,
+                    wk_row, wk_token, wk_head, v_row, v_token, v_head, HEADS // GROUPS, KEY_WIDTH, WIDTH, BLOCK,
+                )  # fmt: skip
         wait_for_last(EARLY)
         if tl.load(wild) == 0:
             return
