@@ -15,11 +15,16 @@ def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
     if not are_plain(*linears) or x.shape[1] == 1:
         return [linear(x) for linear in linears]
     sizes = [linear.out_features for linear in linears]
-    spare = -sum(sizes) % ROW if x.is_cuda else 0
+    spare = spare_columns(sum(sizes), x.device)
     weight = _beside([linear.weight for linear in linears], spare)
     bias = None if linears[0].bias is None else _beside([linear.bias for linear in linears], spare)
     joint = F.linear(x, weight, bias)
     return list(joint.split([*sizes, spare] if spare else sizes, dim=-1)[: len(linears)])
+
+
+def spare_columns(columns: int, device: torch.device) -> int:
+    """How many columns are missing to rows that begin where a GPU likes it."""
+    return -columns % ROW if device.type == "cuda" else 0
 
 
 def _beside(parts: list[Tensor], spare: int) -> Tensor:
