@@ -13,13 +13,15 @@ MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def approximate(x, INSTRUCTION: tl.constexpr):
+    """One instruction of the GPU on float32."""
+    return tl.inline_asm_elementwise(INSTRUCTION, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def exp2(x):
     """2 ** x, denormals to 0: one instruction where tl.exp2 takes four."""
-    if INTERPRETED:
-        power = tl.exp2(x)
-    else:
-        power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return power
+    return tl.exp2(x) if INTERPRETED else approximate(x, "ex2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -30,11 +32,7 @@ def exp(x):
 @triton.jit
 def log2(x):
     """For x that is normal; one instruction where tl.log2 takes some twenty."""
-    if INTERPRETED:
-        power = tl.log2(x)
-    else:
-        power = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return power
+    return tl.log2(x) if INTERPRETED else approximate(x, "lg2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -45,20 +43,13 @@ def log(x):
 @triton.jit
 def inverse(x):
     """1 / x in one instruction."""
-    if INTERPRETED:
-        found = 1.0 / x
-    else:
-        found = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return found
+    return 1.0 / x if INTERPRETED else approximate(x, "rcp.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
 def inverse_or_zero(x):
     """1 / x, 0 at 0, for x ≥ 0 that is normal or 0."""
-    if INTERPRETED:
-        found = inverse(tl.where(x > 0, x, 1.0))
-    else:
-        found = inverse(x)
+    found = inverse(tl.where(x > 0, x, 1.0)) if INTERPRETED else inverse(x)
     return tl.where(x > 0, found, 0.0)
 
 
@@ -66,21 +57,13 @@ def inverse_or_zero(x):
 def inverse_root(u):
     """1 / sqrt(u) in one instruction; u · inverse_root(u) is sqrt(u), at 0 too."""
     u = tl.maximum(u, 1e-30)
-    if INTERPRETED:
-        root = tl.rsqrt(u)
-    else:
-        root = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, is_pure=True, pack=1)
-    return root
+    return tl.rsqrt(u) if INTERPRETED else approximate(u, "rsqrt.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
 def root_of(u):
     """sqrt(u) in one instruction."""
-    if INTERPRETED:
-        root = tl.sqrt(u)
-    else:
-        root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, is_pure=True, pack=1)
-    return root
+    return tl.sqrt(u) if INTERPRETED else approximate(u, "sqrt.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
