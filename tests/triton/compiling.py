@@ -22,6 +22,7 @@ from latte.ops.triton.window_tail import copy_tail
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
+WAYS = ("WILD", "FOLD", "TAIL", "SHORT")  # constants by which a kernel is another one
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
@@ -45,6 +46,7 @@ def compile_kernel(kernel, arguments, given):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=TARGET, options=options)
     facts = {"kernel": kernel.__name__, "shared": made.metadata.shared, "bytes": len(made.asm["cubin"])}
+    facts["ways"] = [name for name in WAYS if values.get(name)]
     sys.stdout.write(json.dumps(facts) + "\n")
 
 
@@ -74,12 +76,15 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def attention_calls(tokens: int) -> None:
-    """Heads of 64 with a window; of 96, in two parts, without (forward alone: it takes long); a window in float32."""
-    shape, latents = (1, tokens, 2), 16
+    """With gradients, without, when the window's state is kept, in a long row of heads in two parts, and in float32."""
+    shape, long, latents = (1, tokens, 2), (1, 8 * tokens, 2), 16
     q, k, v, *pair = (tensor(*shape, width) for width in (latents + 1, latents, 64, 64, 64))
     macchiato_attention(q, k, v, *pair, window=128, backend="triton").y.sum().backward()
+    with torch.no_grad():
+        macchiato_attention(q, k, v, *pair, window=128, backend="triton")
     copy_tail(v, v)
-    latte_attention(k, k, tensor(*shape, 96), backend="triton")
+    keys = tensor(*long, latents)
+    latte_attention(keys, keys, tensor(*long, 96), backend="triton")
     exact = [tensor(*shape, 64, dtype=torch.float32) for _ in range(3)]
     window_attention(*exact, window=128, backend="triton").y.sum().backward()
 
@@ -90,7 +95,8 @@ def mixer_calls(tokens: int) -> None:
     vector = tensor(width, dtype=torch.float32)
     rglru(x, *gates, vector, backend="triton").y.sum().backward()
     weight = tensor(blocks, width // blocks, width // blocks, dtype=torch.float32)
-    gated_rglru(x, weight, vector, weight, vector, vector, backend="triton").y.sum().backward()
+    for rows in (x, tensor(29, 64, width)):  # in pieces, and as rows that nearly fill the device
+        gated_rglru(rows, weight, vector, weight, vector, vector, backend="triton").y.sum().backward()
     short_conv(x, tensor(width, 4, dtype=torch.float32), None, backend="triton").y.sum().backward()
 
 

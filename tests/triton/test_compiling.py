@@ -26,4 +26,8 @@ def test_every_kernel_compiles_for_an_h100(calls: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in found} == KERNELS[calls]
+    if calls == "attention":
+        ways = {(kernel["kernel"], *kernel["ways"]) for kernel in found}
+        assert {("prefix_kernel",), ("prefix_kernel", "SHORT"), ("output_kernel", "FOLD"), ("output_kernel",)} <= ways
+        assert {("output_kernel", "WILD", "FOLD"), ("output_kernel", "WILD", "FOLD", "TAIL")} <= ways
     assert all(kernel["bytes"] and kernel["shared"] <= SHARED_MEMORY for kernel in found)
