@@ -95,8 +95,8 @@ def test_macchiato_keeps_its_window_in_passing(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_call_with_gradients_leaves_the_state_a_part_of_the_graph(device: str) -> None:
-    """Even where only the logits have gradients, the state's keys are the keys themselves."""
+def test_gradients_of_logits_do_not_reach_the_windows_state(device: str) -> None:
+    """Only what a state was made of has gradients through it: the latents', not the window's."""
     q, k, v, wq, wk = (random(device, 1, 9, 1, n, dtype=torch.float32) for n in (4, 3, 4, 4, 4))
     state = macchiato_attention(q.requires_grad_(), k, v, wq, wk, window=5, backend="triton").state
     assert state.latents.mean.requires_grad

@@ -51,13 +51,13 @@ def attend(
         window_q, scale = (-window_q, -scale) if scale < 0 else (torch.zeros_like(window_q), 1.0)
     keys, values, valid = (None, None, None) if past is None else past
     log_norm, mean = (None, None) if latents is None else latents
-    # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
     arguments = (
         q, k, v, window_q, window_k, mask, log_norm, mean, keys, values, valid, cu_seqlens,
         window, scale, softcap, undirected, causal,
     )  # fmt: skip
-    run = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(tail, *arguments)
-    y, log_norm, mean, *_ = run
+    # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
+    results = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(tail, *arguments)
+    y, log_norm, mean, *_ = results
     return y, LatteState(log_norm, mean)
 
 

@@ -88,7 +88,7 @@ def gradient_kernel(
     for start in range(begin, end, BT):
         t = start + tl.arange(0, BT)
         if ADD:
-            following = load_piece(dx, t + BT, i, dx_token, end, I)  # a tile ahead: nothing waits for it
+            following = load_piece(dx, t + BT, i, dx_token, end, I)  # a tile ahead
         known = t
         if codes is not None:
             marks = tl.load(codes + t, mask=t < end, other=MASKED)

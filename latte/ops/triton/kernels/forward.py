@@ -20,7 +20,7 @@ from latte.ops.triton.kernels.rows import (
 from latte.ops.triton.kernels.states import count_wild
 from latte.ops.triton.kernels.tiles import locate
 from latte.ops.triton.kernels.window import real_rows, sequence_span, softmax_step, unit, window_step, window_steps
-from latte.ops.triton.kernels.window_tail import copy_tail
+from latte.ops.triton.kernels.window_tail import AT_ONCE, copy_tail
 
 
 @triton.jit
@@ -125,10 +125,10 @@ def output_kernel(
     if WILD:
         if TAIL > 0:  # needs nothing of this call; by now all that ran before it has ended, so nobody uses the room
             first, positions = tl.cast(tokens - TAIL, tl.int64), programs // (per_row * HEADS) * TAIL
-            for n in range(tl.program_id(0) * 4, positions, tl.num_programs(0) * 4):
+            for n in range(tl.program_id(0) * AT_ONCE, positions, tl.num_programs(0) * AT_ONCE):
                 copy_tail(
-                    n + tl.arange(0, 4), wk + first * wk_token, v + first * v_token, new_keys, new_values, valid, TAIL,
-                    positions,
+                    n + tl.arange(0, AT_ONCE), wk + first * wk_token, v + first * v_token, new_keys, new_values, valid,
+                    TAIL, positions,
                     wk_row, wk_token, wk_head, v_row, v_token, v_head, HEADS // GROUPS, KEY_WIDTH, WIDTH, BLOCK,
                 )  # fmt: skip
         wait_for_last(EARLY)

@@ -2,7 +2,8 @@
 
 A kernel lets the next begin when all its own programs have, or else when they end; what is then left to save is the
 time a launch takes. Until it has waited for the one before it, it may read what was there before both, and write
-nothing: memory that a finished call has given back may still be in use. One that waits first may follow any kernel.
+nothing: memory that a finished call has given back may still be in use, unless a launch between has waited for it, as
+for the second round of `output_kernel`. A kernel that waits first may follow any other.
 """
 
 import triton

@@ -3,7 +3,7 @@
 Two launches. The first takes every tile by itself, leaves its own state and notes it if a normaliser may leap there.
 The second has one program for a row, head and latent: it goes over the tiles of all pieces side by side, for each
 piece's own state; merges the pieces in one matrix product whose factors exp(Z_j − Z_i) are at most 1; then goes over
-the tiles once more and leaves the state before each.
+the tiles once more and leaves the state before each. Of a short row every tile is a piece, and the product is all.
 """
 
 import triton

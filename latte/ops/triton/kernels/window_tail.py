@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+AT_ONCE = tl.constexpr(4)  # positions that a program copies side by side, where it has several
+
 
 @triton.jit
 def window_tail_kernel(
