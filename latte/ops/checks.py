@@ -20,6 +20,11 @@ def backend_for(name: str, device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "torch"
 
 
+def may_replay(backend: object, x: object) -> bool:
+    """Whether kernels may have been recorded for a call with x."""
+    return backend in ("auto", "triton") and isinstance(x, Tensor) and x.is_cuda
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A region without autocast; where there is none anyway, one that costs nothing."""
     if torch.is_autocast_enabled(device.type):

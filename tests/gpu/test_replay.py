@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from latte.ops import latte_attention, macchiato_attention, rglru, window_attention
+from latte.ops import known, latte_attention, macchiato_attention, rglru, window_attention
 from latte.ops.triton import attention, recurrence
 
 pytestmark = pytest.mark.gpu
@@ -52,3 +52,23 @@ def test_replayed_is_plain(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(getattr(module, name), "find", lambda *_: None)
     for case, dy, results in zip(cases, pulls, found, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(results, run(form, case, dy), strict=True))
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato"])
+def test_known_calls_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States included, and no result is another's memory."""
+    monkeypatch.setattr(known, "KNOWN", {})
+    cases = [tensors(form) for _ in range(5)]
+    found = [OPS[form](*case) for case in cases]
+    assert len(known.KNOWN) == 1
+    known.KNOWN.clear()
+    monkeypatch.setattr(known, "remember", lambda *_: None)
+    monkeypatch.setattr(attention, "remember", lambda *_: None)
+    for case, result in zip(cases, found, strict=True):
+        again = OPS[form](*case)
+        assert torch.equal(result.y, again.y)
+        assert type(result) is type(again)
+        assert type(result.state) is type(again.state)
+        flat, flat_again = (torch.utils._pytree.tree_leaves(x.state) for x in (result, again))
+        assert all(torch.equal(x, y) for x, y in zip(flat, flat_again, strict=True))
+    assert not known.KNOWN

@@ -1,11 +1,13 @@
 """`attend` by Triton kernels, as custom operations that torch.compile takes whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, TENSORS
+from latte.ops.known import remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.attention_call import Call, Inputs, Options
@@ -13,7 +15,7 @@ from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.past import lay_past, lift_past
 from latte.ops.triton.prepare import prepare
-from latte.ops.triton.replay import Cookbook
+from latte.ops.triton.replay import Cookbook, sign
 from latte.ops.triton.states import KEPT as KEPT_STATES
 from latte.ops.triton.states import kept_shapes, kept_states, states_to_keep, tile_states
 
@@ -191,6 +193,29 @@ class Mixture(torch.autograd.Function):
         found = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
         return (None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+
+
+def remember_call(
+    signature: tuple, tensors: tuple[Tensor, ...], tail: WindowState | None, options: tuple,
+    name: Callable[[Tensor, LatteState, WindowState | None], NamedTuple],
+) -> None:  # fmt: skip
+    """If a plain call of an op was recorded, let the next like it go to its kernels at once; `name` makes its result.
+
+    `tensors` are the first of TENSORS; the others are absent.
+    """
+    absent = (None,) * (len(TENSORS) + 1 - len(tensors))  # cu_seqlens comes last
+    recipe = FORWARD.recipes.get(sign((*tensors, *absent, *(tail or ())), options))
+    if recipe is None:
+        return
+    sizes = [(x.shape, x.dtype) for x in tail or ()]
+    device = tensors[0].device
+
+    def ready(given: Sequence[Tensor]) -> NamedTuple:
+        room = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
+        (y, log_norm, mean), _ = recipe.run((*given, *absent, *room))
+        return name(y, LatteState(log_norm, mean), WindowState(*room) if room else None)
+
+    remember(signature, ready)
 
 
 def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
