@@ -122,18 +122,6 @@ def query_grad_tile(
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     row_at = (row * HEADS + head) * tokens + t
     token_at = row * tokens * HEADS + head
-    if LATENTS:
-        q += row * q_row + head * q_head
-        k += row * k_row + head * k_head
-        logits, _, _, _, _ = latent_block(
-            q, k, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
-        )  # fmt: skip
-        peak, inverse, window_share = logit_sums(
-            logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
-            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
-        )  # fmt: skip
-
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
@@ -156,6 +144,18 @@ def query_grad_tile(
                 weights = weights * slope
             weighted_keys = add_weighted(weighted_keys, weighted, keys, PRECISION)
             mean_keys = add_weighted(mean_keys, weights, keys, PRECISION)
+    if LATENTS:
+        q += row * q_row + head * q_head
+        k += row * k_row + head * k_head
+        logits, keys_l, before, mean, reference = latent_block(
+            q, k, norms, means, peaks, index, sequence, start, tl.arange(0, BL), q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
+        )  # fmt: skip
+        peak, inverse, window_share = logit_sums(
+            logits, q, k, norms, means, peaks, index, sequence, start, q_token, k_token, real, head,
+            HEADS, NUM, WIDTH, BD, C, BL, BLOCKS, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
+        )  # fmt: skip
+    if WINDOW > 0:
         tl.store(local_h + row_at, h_local, mask=inside)
         dwindow = scaled(plus(weighted_keys, scaled(mean_keys, -h_local[:, None])), scale)
         if LATENTS:
@@ -179,10 +179,11 @@ def query_grad_tile(
         for again in tl.static_range(2 if BLOCKS > 1 else 1):
             for block in tl.static_range(BLOCKS):
                 l = block * BL + tl.arange(0, BL)
-                logits, keys_l, before, mean, reference = latent_block(
-                    q, k, norms, means, peaks, index, sequence, start, l, q_token, k_token, real, head,
-                    HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
-                )  # fmt: skip
+                if block > 0 or again > 0:
+                    logits, keys_l, before, mean, reference = latent_block(
+                        q, k, norms, means, peaks, index, sequence, start, l, q_token, k_token, real, head,
+                        HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
+                    )  # fmt: skip
                 p = exp(logits - peak[:, None]) * inverse[:, None]
                 if not FULL:
                     p = tl.where(real[:, None], p, 0.0)
