@@ -148,7 +148,7 @@ def make_plan(form: Form) -> Plan:
     folds = small and few and widest <= 64 and form.window == 2 * tile and is_plain(form)
     if small and widest <= 64:
         if few:
-            tiles_each, own = 4, {"num_warps": 1, "num_stages": 2}
+            tiles_each, own = 2, {"num_warps": 1, "num_stages": 1}
         output = options(64, 2, 128) if not few else options(32, 3, 96) if form.key_width else options(64, 2, 72)
     elif small and widest <= 96:  # rows in two parts
         if few:

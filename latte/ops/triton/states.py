@@ -21,7 +21,7 @@ class States(NamedTuple):
     norm: Tensor  # [tiles H L] before each tile
     mean: Tensor  # [tiles H L D]
     peak: Tensor  # [tiles H L] the largest of each tile's keys
-    wild: Tensor  # [1 + tiles H blocks] int32: whether any tile is wild, then each
+    wild: Tensor  # [tiles H blocks] int32: which tiles are wild, by block of latents
     last_norm: Tensor  # [N H L] after each sequence
     last_mean: Tensor  # [N H L D]
 
@@ -40,7 +40,7 @@ def tile_states(call: Call) -> States:
     tile = (tiles.total, heads, latents)
     norm, peak, own_norm = (call.empty(*tile) for _ in range(3))
     mean, own_mean = (call.empty(*tile, width, dtype=x.v.dtype) for _ in range(2))
-    wild = call.empty(1 + tiles.total * heads * plan.shared["BLOCKS"], dtype=torch.int32)
+    wild = call.empty(tiles.total, heads, plan.shared["BLOCKS"], dtype=torch.int32)
     if x.first_norm is not None and x.first_mean is not None:
         last_norm, last_mean = x.first_norm.clone(), x.first_mean.clone()
     elif tiles.table is not None or tiles.total == 0:  # some sequences may be empty
@@ -66,9 +66,9 @@ def tile_states(call: Call) -> States:
     # The tiles' kernel does not let it begin earlier: its programs would take the places of the last tiles'.
     plan.launch(
         "prefix", prefix_kernel, (tiles.rows, heads, latents),
-        (own_norm, own_mean, x.first_norm, x.first_mean, norm, mean, wild, last_norm, last_mean, tiles.table),
+        (own_norm, own_mean, x.first_norm, x.first_mean, norm, mean, last_norm, last_mean, tiles.table),
         (tiles.per_row, per_lane, used),
-        pick(shared, *LANES, "BLOCKS", GIVEN=call.form.given, DEPTH=asked_ahead(per_lane), N=lanes(used),
+        pick(shared, *LANES, GIVEN=call.form.given, DEPTH=asked_ahead(per_lane), N=lanes(used),
              SHORT=per_lane == 1 and not (call.form.packed or call.form.given),
              num_warps=1 if per_lane == 1 else lanes(used) // 8, launch_pdl=shared["EARLY"]),
         call.aligned,
@@ -87,7 +87,7 @@ def kept_shapes(call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
     if not (call.form.causal and call.plan.keeps_states):
         return [((0,), torch.float32)] * KEPT
     tile = (call.tiles.total, call.form.heads, call.form.latents)
-    notes = (1 + tile[0] * tile[1] * call.plan.shared["BLOCKS"],)
+    notes = (*tile[:2], call.plan.shared["BLOCKS"])
     return [(tile, torch.float32), ((*tile, call.width), call.form.dtype), (tile, torch.float32), (notes, torch.int32)]
 
 

@@ -34,7 +34,7 @@ from latte.ops.triton.kernels.rows import (
     store_rows,
     zero_rows,
 )
-from latte.ops.triton.kernels.states import count_wild
+from latte.ops.triton.kernels.states import any_noted, is_noted
 from latte.ops.triton.kernels.tiles import locate
 from latte.ops.triton.kernels.window import (
     capped,
@@ -64,10 +64,10 @@ def query_grad_kernel(
     let_next_begin(EARLY)
     wait_for_last(EARLY)
     if WILD:
-        if tl.load(wild) == 0:
+        if not any_noted(wild, programs, BLOCKS):
             return
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
-            if count_wild(wild, program // HEADS, program % HEADS, HEADS, BLOCKS) != 0:
+            if is_noted(wild, program, BLOCKS):
                 query_grad_tile(
                     program,
                     q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
@@ -233,19 +233,15 @@ def key_grad_kernel(
     HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`key_grad_tile` of every tile and value head; with WILD as in `query_grad_kernel`."""
+    """`key_grad_tile` of every tile and value head, the last first; with WILD as in `query_grad_kernel`."""
     let_next_begin(EARLY)
     wait_for_last(EARLY)
     if WILD:
-        if tl.load(wild) == 0:
+        EACH: tl.constexpr = GROUPS * BLOCKS
+        if not any_noted(wild, programs, EACH):
             return
-        VALUE_HEADS: tl.constexpr = HEADS // GROUPS
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
-            leaps = 0
-            for g in tl.static_range(GROUPS):
-                head = (program % VALUE_HEADS) * GROUPS + g
-                leaps += count_wild(wild, program // VALUE_HEADS, head, HEADS, BLOCKS)
-            if leaps != 0:
+            if is_noted(wild, program, EACH):
                 key_grad_tile(
                     program,
                     q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
@@ -261,7 +257,7 @@ def key_grad_kernel(
                 )  # fmt: skip
     else:
         key_grad_tile(
-            tl.program_id(0),
+            tl.program_id(0) if PAST else programs - 1 - tl.program_id(0),
             q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
             tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
             whole_carry_h,

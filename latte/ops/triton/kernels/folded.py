@@ -1,14 +1,22 @@
 """The outputs of one tile in the common case: whole tiles without a mask, one block of latents, a window of two tiles.
 
 Everything is asked for before it is needed. The latents' factors come first, while the window's keys are on their way;
-then the window; then what the latents add.
+then the weights of the whole window; then products of weights and values, the own tile's latents and window in one.
 """
 
 import triton
 import triton.language as tl
 
 from latte.ops.triton.kernels.arithmetic import MINUS_INF, exp, exp2, inverse_or_zero, log2
-from latte.ops.triton.kernels.latents import causal, finite, latent_factors, latent_scores, lower, normalisers
+from latte.ops.triton.kernels.latents import (
+    finite,
+    latent_factors,
+    latent_scores,
+    lower,
+    normalisers,
+    nothing,
+    unknown_zero,
+)
 from latte.ops.triton.kernels.order import wait_for_last
 from latte.ops.triton.kernels.rows import (
     add_weighted,
@@ -17,11 +25,10 @@ from latte.ops.triton.kernels.rows import (
     load_rows,
     narrow,
     products,
-    scaled,
     store_rows,
     zero_rows,
 )
-from latte.ops.triton.kernels.window import capped, softmax_step, unit
+from latte.ops.triton.kernels.window import capped, unit
 
 
 @triton.jit
@@ -76,28 +83,33 @@ def folded_tile(
     through = through.to(v.dtype.element_ty)
     window_share *= inverse
 
-    values = load_rows(v, start, v_token, every, C, WIDTH, BD, True)
-    far_values = load_rows(v, far, v_token, every, C, WIDTH, BD, True)
     queries, keys, far_keys = hold(queries), hold(keys), hold(far_keys)
     factor = unit(scale, softcap, CAPPED)
-    scores = tl.where(lower(C), products(queries, keys, PRECISION), products(queries, far_keys, PRECISION))
+    own_first = lower(C, unknown_zero(per_row))
+    scores = tl.where(own_first, products(queries, keys, PRECISION), products(queries, far_keys, PRECISION))
     scores, _ = capped(scores, scale, softcap, CAPPED)
     if start < 2 * C:
-        scores = tl.where(lower(C), scores, MINUS_INF)
+        scores = tl.where(lower(C, unknown_zero(q_token)), scores, MINUS_INF)
     middle_keys = load_rows(wk, middle, wk_token, every, C, KEY_WIDTH, BE, True)
+    middle_values = load_rows(v, middle, v_token, every, C, WIDTH, BD, True)
+    values = load_rows(v, start, v_token, every, C, WIDTH, BD, True)
+    far_values = load_rows(v, far, v_token, every, C, WIDTH, BD, True)
+    near, _ = capped(products(queries, hold(middle_keys), PRECISION), scale, softcap, CAPPED)
     peak = tl.max(scores, 1) * factor
+    peak = tl.where(start > 0, tl.maximum(peak, tl.max(near, 1) * factor), peak)
+    near = exp2(near * factor - tl.where(start > 0, peak, float("inf"))[:, None])
     weights = exp2(scores * factor - peak[:, None])
-    total = tl.sum(weights, 1)
-    own = causal(weights, C)
-    acc = add_weighted(zero_rows(C, WIDTH, BD), own, values, PRECISION)
-    acc = add_weighted(acc, weights - own, far_values, PRECISION)
-    if start > 0:
-        middle_values = load_rows(v, middle, v_token, every, C, WIDTH, BD, True)
-        scores, _ = capped(products(queries, hold(middle_keys), PRECISION), scale, softcap, CAPPED)
-        weights, shrink, total, peak = softmax_step(scores, total, peak, factor)
-        acc = add_weighted(scaled(acc, shrink[:, None]), weights, middle_values, PRECISION)
+    total = tl.sum(weights, 1) + tl.sum(near, 1)
     tl.store(lse + (row * HEADS + head) * tokens + t, peak + log2(total))
-    acc = scaled(acc, (window_share * inverse_or_zero(total))[:, None])
+    share = (window_share * inverse_or_zero(total))[:, None]
+    acc = add_weighted(zero_rows(C, WIDTH, BD), near * share, middle_values, PRECISION)
     acc = add_weighted(acc, through, narrow(hold(mean), v.dtype.element_ty), PRECISION)
-    acc = add_weighted(acc, causal(latent_scores(left, right, latent_keys, C, False), C), values, PRECISION)
+    weights *= share
+    beyond = tl.where(lower(C, unknown_zero(tokens)), nothing(), weights)
+    acc = add_weighted(acc, beyond, far_values, PRECISION)
+    # The product is added to the weights where they are, so nothing may read them afterwards: with Triton 3.6 it gets
+    # the sum.
+    weights += latent_scores(left, right, latent_keys, C, False)
+    own = tl.where(lower(C, unknown_zero(k_token)), weights, nothing())
+    acc = add_weighted(acc, own, values, PRECISION)
     store_rows(y + (row * tokens * HEADS + head) * WIDTH, acc, start, HEADS * WIDTH, every, C, WIDTH, True)

@@ -17,7 +17,7 @@ from latte.ops.triton.kernels.rows import (
     store_rows,
     zero_rows,
 )
-from latte.ops.triton.kernels.states import count_wild
+from latte.ops.triton.kernels.states import any_noted, is_noted
 from latte.ops.triton.kernels.tiles import locate
 from latte.ops.triton.kernels.window import real_rows, sequence_span, softmax_step, unit, window_step, window_steps
 from latte.ops.triton.kernels.window_tail import AT_ONCE, copy_tail
@@ -117,6 +117,7 @@ def output_kernel(
 ):  # fmt: skip
     """y of one tile; WINDOW = 0 leaves out the window, LATENTS = False the latents.
 
+    The last tile comes first: what the launches before it read last is still in the GPU's cache.
     norms and means are the states before tiles or, with CAUSAL = False, those of sequences; peaks tiles' largest keys.
     A second launch, with WILD, writes wild tiles anew; its few programs look through all tiles. Before, they copy the
     last TAIL keys and values of each row: the window's state. FOLD: see `folded.py`.
@@ -132,10 +133,10 @@ def output_kernel(
                     wk_row, wk_token, wk_head, v_row, v_token, v_head, HEADS // GROUPS, KEY_WIDTH, WIDTH, BLOCK,
                 )  # fmt: skip
         wait_for_last(EARLY)
-        if tl.load(wild) == 0:
+        if not any_noted(wild, programs, BLOCKS):
             return
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
-            if count_wild(wild, program // HEADS, program % HEADS, HEADS, BLOCKS) != 0:
+            if is_noted(wild, program, BLOCKS):
                 output_tile(
                     program, q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
                     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
@@ -145,14 +146,14 @@ def output_kernel(
                 )  # fmt: skip
     elif FOLD:
         folded_tile(
-            tl.program_id(0), q, k, v, wq, wk, norms, means, peaks, y, lse,
+            programs - 1 - tl.program_id(0), q, k, v, wq, wk, norms, means, peaks, y, lse,
             q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
             wk_row, wk_token, wk_head, tokens, per_row, scale, softcap,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BL, BD, BE, CAPPED, PRECISION, EARLY,
         )  # fmt: skip
     else:
         output_tile(
-            tl.program_id(0), q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
+            programs - 1 - tl.program_id(0), q, k, v, wq, wk, mask, norms, means, peaks, y, lse, table, bounds,
             q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
             wk_row, wk_token, wk_head, mask_row, tokens, per_row, slots, scale, softcap,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,

@@ -52,9 +52,19 @@ def column(x, s, C: tl.constexpr):
 
 
 @triton.jit
-def lower(C: tl.constexpr):
+def lower(C: tl.constexpr, zero=0):
     """[C C] True where token t (row) may see token s (column)."""
-    return tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    return tl.arange(0, C)[:, None] + zero >= tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def unknown_zero(number):
+    """0 of a number that is never negative, which no compiler knows: a mask made with it is not one made before.
+
+    A mask that is used again is kept in predicates, of which a thread has seven: `ptxas` packs the others into
+    registers and takes them out again, for several times the instructions of a new comparison.
+    """
+    return number >> 31
 
 
 @triton.jit

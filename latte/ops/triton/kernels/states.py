@@ -15,6 +15,8 @@ from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
 from latte.ops.triton.kernels.rows import add_weighted, load_rows, mean_rows, scaled, store_means, zero_rows
 from latte.ops.triton.kernels.tiles import given, locate, sequence_of
 
+NOTES = tl.constexpr(32)  # on wild tiles that are read at once
+
 
 @triton.jit
 def tile_kernel(
@@ -27,8 +29,6 @@ def tile_kernel(
     """The states that `each` tiles' tokens alone make, the largest of their keys, and which are wild."""
     wait_for_last(EARLY)
     head, block = tl.program_id(0) % HEADS, tl.program_id(1)
-    if tl.program_id(0) + block == 0:
-        tl.store(wild, 0)  # the next launch looks for notes
     l = block * BL + tl.arange(0, BL)
     inside = l < NUM
     begin = tl.program_id(0) // HEADS * each
@@ -60,7 +60,7 @@ def tile_kernel(
         sums = tl.sum(e, 0)
         mean = add_weighted(zero_rows(BL, WIDTH, BD), tl.trans(e.to(v.dtype.element_ty)), values, PRECISION)
         state_at = (index.to(tl.int64) * HEADS + head) * NUM + l
-        tl.store(wild + 1 + (index * HEADS + head) * BLOCKS + block, is_wild(peak, first, lowest).to(tl.int32))
+        tl.store(wild + (index * HEADS + head) * BLOCKS + block, is_wild(peak, first, lowest).to(tl.int32))
         tl.store(peaks + state_at, peak, mask=inside)
         tl.store(own_norm + state_at, reference + safe_log(sums), mask=inside)
         store_means(own_mean, scaled(mean, inverse_or_zero(sums)[:, None]), state_at, inside, WIDTH)
@@ -68,38 +68,34 @@ def tile_kernel(
 
 @triton.jit
 def prefix_kernel(
-    own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
-    per_row, per_piece, pieces,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
-    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, SHORT: tl.constexpr,
+    own_norm, own_mean, first_norm, first_mean, norms, means, last_norm, last_mean, table, per_row, per_piece, pieces,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
+    PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, SHORT: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The state of one latent before each tile of a row and after each sequence; and whether any tile is wild."""
+    """The state of one latent before each tile of a row and after each sequence."""
     wait_for_last(EARLY)
     let_next_begin(EARLY)
     row, head, latent = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if SHORT:
-        short_row(own_norm, own_mean, norms, means, wild, last_norm, last_mean, row, head, latent, per_row,
-                  HEADS, NUM, WIDTH, BLOCKS, N, BD, PRECISION)  # fmt: skip
+        short_row(own_norm, own_mean, norms, means, last_norm, last_mean, row, head, latent, per_row,
+                  HEADS, NUM, WIDTH, N, BD, PRECISION)  # fmt: skip
     else:
-        long_row(own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
+        long_row(own_norm, own_mean, first_norm, first_mean, norms, means, last_norm, last_mean, table,
                  row, head, latent, per_row, per_piece, pieces,
-                 HEADS, NUM, WIDTH, BLOCKS, N, BD, PACKED, GIVEN, DEPTH, PRECISION)  # fmt: skip
+                 HEADS, NUM, WIDTH, N, BD, PACKED, GIVEN, DEPTH, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def short_row(
-    own_norm, own_mean, norms, means, wild, last_norm, last_mean, row, head, latent, per_row,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr,
+    own_norm, own_mean, norms, means, last_norm, last_mean, row, head, latent, per_row,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A row of at most N tiles, one sequence that begins with nothing."""
     i, d = tl.arange(0, N), tl.arange(0, BD)
     norm, mean = load_own(own_norm, own_mean, row, i, 0, head, latent, d, per_row, 1, per_row,
                           HEADS, NUM, WIDTH, 1)  # fmt: skip
-    if latent == 0:
-        if tl.max(load_notes(wild, row, i, i < per_row, head, per_row, HEADS, BLOCKS), 0) > 0:
-            tl.store(wild, 1)
     mean = mean.to(tl.float32)
     peak = finite(tl.max(norm, 0))
     weights = exp(norm - peak)
@@ -118,10 +114,10 @@ def short_row(
 
 @triton.jit
 def long_row(
-    own_norm, own_mean, first_norm, first_mean, norms, means, wild, last_norm, last_mean, table,
+    own_norm, own_mean, first_norm, first_mean, norms, means, last_norm, last_mean, table,
     row, head, latent, per_row, per_piece, pieces,
-    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr,
-    BD: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
+    PACKED: tl.constexpr, GIVEN: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A row in pieces of several tiles, or of several sequences."""
     i, d = tl.arange(0, N), tl.arange(0, BD)
@@ -129,7 +125,6 @@ def long_row(
     mean = tl.zeros([N, BD], tl.float32)
     begin = sequence_of(i * per_piece, row, table, per_row, PACKED)
     current = begin
-    notes = tl.zeros([N], tl.int32)
     for chunk in range(0, per_piece, DEPTH):
         tiles = load_own(own_norm, own_mean, row, i, chunk, head, latent, d, per_row, per_piece, pieces,
                          HEADS, NUM, WIDTH, DEPTH)  # fmt: skip
@@ -141,11 +136,6 @@ def long_row(
                 mean = tl.where((sequence == current)[:, None], mean, 0.0)
                 current = sequence
             norm, mean = merged(norm, mean, tiles[2 * n], tiles[2 * n + 1])
-            if latent == 0:
-                notes |= load_notes(wild, row, tile, i < pieces, head, per_row, HEADS, BLOCKS)
-    if latent == 0:
-        if tl.max(notes, 0) > 0:
-            tl.store(wild, 1)
 
     norm, mean = before_pieces(norm, mean, first_norm, first_mean, row, i, begin, head, latent, d, table, per_row,
                                per_piece, pieces, HEADS, NUM, WIDTH, PACKED, GIVEN, PRECISION)  # fmt: skip
@@ -205,16 +195,6 @@ def load_own(
         mean = tl.load(mean_rows(own_mean, at, d, WIDTH), mask=exists[:, None] & (d < WIDTH)[None, :], other=0.0)
         loaded = loaded + (norm, mean)
     return loaded
-
-
-@triton.jit
-def load_notes(wild, row, tile, exists, head, per_row, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Whether each tile is wild in any block of latents."""
-    at = ((row * per_row + tile) * HEADS + head) * BLOCKS
-    notes = tl.load(wild + 1 + at, mask=exists & (tile < per_row), other=0)
-    for block in tl.static_range(1, BLOCKS):
-        notes |= tl.load(wild + 1 + at + block, mask=exists & (tile < per_row), other=0)
-    return notes
 
 
 @triton.jit
@@ -281,9 +261,20 @@ def before_pieces(
 
 
 @triton.jit
-def count_wild(wild, index, head, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
-    """How many of a tile's blocks of latents are wild."""
+def is_noted(wild, program, EACH: tl.constexpr):
+    """Whether a program's tile is wild, by its EACH notes: of blocks of latents, and of the heads it has."""
     count = 0
-    for block in tl.static_range(BLOCKS):
-        count += tl.load(wild + 1 + (index * HEADS + head) * BLOCKS + block)
-    return count
+    for n in tl.static_range(EACH):
+        count += tl.load(wild + program * EACH + n)
+    return count != 0
+
+
+@triton.jit
+def any_noted(wild, programs, EACH: tl.constexpr):
+    """`is_noted` of any tile that this program, one of few, has to look through; asked for many at a time."""
+    n = tl.arange(0, NOTES) * tl.num_programs(0)
+    notes = tl.zeros([NOTES], tl.int32)
+    for first in range(tl.program_id(0), programs, tl.num_programs(0) * NOTES):
+        for part in tl.static_range(EACH):
+            notes |= tl.load(wild + (first + n) * EACH + part, mask=first + n < programs, other=0)
+    return tl.max(notes, 0) != 0
