@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 MOST_KNOWN = 1024
+ALIGNED = 16  # bytes, as kernels are compiled for
 KNOWN: dict[Any, Callable[[Sequence[Tensor]], Any]] = {}
 
 
@@ -16,13 +17,28 @@ def sign_call(op: str, tensors: Sequence[Any], options: tuple) -> tuple | None:
         return None
     with_grad = torch.is_grad_enabled()
     parts: list[Any] = [op, options]
-    addresses = 0
+    addresses = []
     for x in tensors:
         if type(x) is not Tensor or (with_grad and x.requires_grad):
             return None
-        addresses |= x.data_ptr()
+        addresses.append(x.data_ptr())
         parts.append((x.shape, x.stride(), x.dtype, x.device))
-    return None if addresses % 16 else tuple(parts)
+    return sign_places(parts, addresses)
+
+
+def sign_places(parts: list[Any], addresses: list[int]) -> tuple | None:
+    """A signature of what a call's tensors are and of which of them are one; None if one is not aligned.
+
+    A call that was recorded with one tensor in two places tells nothing of where each place's launches take theirs.
+    """
+    bits = 0
+    for address in addresses:
+        bits |= address
+    if bits % ALIGNED:
+        return None
+    if len(set(addresses)) < len(addresses):
+        parts.append(tuple(map(addresses.index, addresses)))
+    return tuple(parts)
 
 
 def run_known(signature: tuple | None, tensors: Sequence[Tensor]) -> Any:

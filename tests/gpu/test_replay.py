@@ -72,3 +72,24 @@ def test_known_calls_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPat
         flat, flat_again = (torch.utils._pytree.tree_leaves(x.state) for x in (result, again))
         assert all(torch.equal(x, y) for x, y in zip(flat, flat_again, strict=True))
     assert not known.KNOWN
+
+
+def test_calls_without_tokens_are_not_replayed() -> None:
+    """Their state is filled by no kernel."""
+    for _ in range(4):
+        q, k, v = (draw(2, 0, 3, size) for size in (16, 16, 64))
+        state = latte_attention(q, k, v).state
+        assert (state.log_norm == -torch.inf).all()
+        assert (state.mean == 0).all()
+
+
+@pytest.mark.parametrize("form", ["latte", "window", "rglru"])
+def test_one_tensor_in_several_places_is_another_call(form: str) -> None:
+    """What was recorded with it must not be replayed for several."""
+    x, *others = (draw(2, 192, 4, 64) if form != "rglru" else draw(2, 192, 192) for _ in range(3))
+    rest = [torch.randn(192, device="cuda")] if form == "rglru" else []
+    for given in ([x, x, x], [x, *others]):
+        expected = OPS[form](*(z.double() for z in (*given, *rest)), backend="torch").y
+        for _ in range(4):
+            y = OPS[form](*given, *rest).y
+            assert ((y.double() - expected).norm() / expected.norm()).item() < 1e-2

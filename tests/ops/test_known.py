@@ -27,9 +27,10 @@ def test_signatures_tell_calls_apart() -> None:
         known.sign_call("op", (x, y.double()), (1,)),
         known.sign_call("op", (x, y[:, :4]), (1,)),
         known.sign_call("op", (x, torch.zeros(2, 2, 8, 16).transpose(1, 2)), (1,)),
+        known.sign_call("op", (x, x), (1,)),
     ]
     assert None not in others
-    assert len({signature, *others}) == 6
+    assert len({signature, *others}) == 7
 
 
 def test_what_has_no_signature() -> None:

@@ -195,6 +195,32 @@ def test_bad_bounds_are_named(device: str) -> None:
         latte_attention(logits, logits, values, cu_seqlens=torch.tensor([0, 2], device=device), backend="triton")
 
 
+def test_what_is_nothing_but_its_kernels(device: str) -> None:
+    """Only such calls are recorded: a state that no kernel fills would be replayed unfilled."""
+    from latte.ops.triton.attention import _plain
+
+    def tensors(tokens: int, batch: int = 2) -> tuple:
+        return (*(torch.zeros(batch, tokens, 3, 4, device=device) for _ in range(5)), *(None for _ in range(7)))
+
+    assert _plain(tensors(5))
+    assert not _plain(tensors(0))
+    assert not _plain(tensors(5, batch=0))
+    assert not _plain((*tensors(5)[:4], tensors(5)[4].transpose(2, 3), *tensors(5)[5:]))
+    assert not _plain((*tensors(5)[:11], torch.tensor([0, 5])))
+
+
+def test_bounds_made_in_inference_mode_are_read_each_time(device: str) -> None:
+    """Such tensors do not tell whether they were changed."""
+    logits, values = torch.zeros(1, 3, 1, 5, device=device), torch.ones(1, 3, 1, 7, device=device)
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 1, 3], device=device)
+        y = latte_attention(logits, logits, values, cu_seqlens=bounds, backend="triton").y
+        torch.testing.assert_close(y, values)
+        bounds[2] = 2
+        with pytest.raises(ValueError, match="cu_seqlens ends at 2"):
+            latte_attention(logits, logits, values, cu_seqlens=bounds, backend="triton")
+
+
 def test_inputs_of_any_stride(device: str) -> None:
     """Heads of a fused projection, and a transposed tensor, which is copied."""
     case = case_on(device, "macchiato", 70, sizes=ONE)

@@ -28,6 +28,38 @@ def test_places_of_inputs_results_kept_parts_scratch_and_views():
     assert places == [(0, 0), None, (3, 0), (4, 0), (5, 16), (0, 32)]
 
 
+def test_a_view_in_two_inputs_spoils_the_recording():
+    joint = torch.zeros(4, 2, 8)
+    first, second = joint.unbind(1)  # rows of each lie between those of the other
+    inside = second.view(torch.int32)[1:]
+    assert record((first, second), lambda made: [(inside, made[0])], lambda made: [made[0]], lambda made: []) is None
+    whole = second.view(torch.int32)
+    recipe = record((first, second), lambda made: [(whole, made[0])], lambda made: [made[0]], lambda made: [])
+    assert recipe.launches[0][2] == [(1, 0), (2, 0)]
+
+
+def test_a_tensor_in_two_places_is_another_call(monkeypatch):
+    """Which place a launch took it for, a recording cannot tell."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(replay.Recipe, "run", lambda recipe, inputs: recipe.launches[0][2])
+    x, y, z = (torch.zeros(3, 4) for _ in range(3))
+    book = replay.Cookbook()
+
+    def run(*inputs):
+        def call():
+            made = replay.empty((3, 4), torch.float32, torch.device("cpu"))
+            replay.note_launch("kernel", (1,), (*inputs, made))
+            return [made], []
+
+        recipe = book.find(inputs, (), call)
+        return None if recipe is None else recipe.run(inputs)
+
+    for _ in range(3):
+        twice, apart = run(x, x), run(y, z)
+    assert twice == [(0, 0), (0, 0), (2, 0)]
+    assert apart == [(0, 0), (1, 0), (2, 0)]
+
+
 def test_a_tensor_from_elsewhere_spoils_the_recording():
     x = torch.zeros(5, 8)
     assert record((x,), lambda made: [(torch.ones(2), x)], lambda made: [made[0]], lambda made: []) is None

@@ -225,8 +225,9 @@ def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> lis
 
 
 def _plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call is nothing but its kernels: no state, no past, no packing, and rows that lie as they should."""
-    return all(x is None for x in tensors[6:]) and all(x is None or x.stride(-1) == 1 for x in tensors[:6])
+    """Whether a call is nothing but its kernels: tokens, no state, no past, no packing, and rows that lie side by side."""
+    given = [x for x in tensors[:6] if x is not None]
+    return all(x is None for x in tensors[6:]) and all(x.stride(-1) == 1 and x.numel() > 0 for x in given)
 
 
 def _output_shape(q, k, v, window_q) -> tuple[int, ...]:

@@ -32,9 +32,12 @@ def check_dtypes(**tensors: Tensor | None) -> None:
 
 
 def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
-    """The values of `cu_seqlens`, read from the device once per tensor: a model hands the same one to every layer."""
-    stamp = (cu_seqlens._version, tokens)
-    if _checked.get(cu_seqlens) != stamp:
+    """The values of `cu_seqlens`, read from the device once per tensor: a model hands the same one to every layer.
+
+    Tensors made in inference mode do not count their changes, so that those are read each time.
+    """
+    stamp = None if cu_seqlens.is_inference() else (cu_seqlens._version, tokens)
+    if stamp is None or _checked.get(cu_seqlens) != stamp:
         sequence_bounds(cu_seqlens, tokens)
         _checked[cu_seqlens] = stamp
 

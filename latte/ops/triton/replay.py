@@ -16,6 +16,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from latte.ops.known import sign_places
+
 MOST_RECIPES = 1024
 ALIGNMENT = 256
 _thread = local()
@@ -131,7 +133,10 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[list[Part], int]:
 
 
 def find(x: object, homes: list[tuple[Tensor, int, int]]) -> tuple[int, int] | None:
-    """Which piece of memory a tensor lies in, and where; a view lies in what it is a view of."""
+    """Which piece of memory a tensor lies in, and where; a view lies in what it is a view of.
+
+    Inputs that are parts of one tensor may lie in each other's way: a view of which it cannot be told lies nowhere.
+    """
     if not isinstance(x, Tensor):
         return None
     for home, index, offset in homes:
@@ -139,12 +144,15 @@ def find(x: object, homes: list[tuple[Tensor, int, int]]) -> tuple[int, int] | N
             return index, offset
     if x.numel() == 0:  # it has no address, and nobody reads it
         return homes[0][1:]
-    address = x.data_ptr()
-    for home, index, offset in homes:
-        inside = address - home.data_ptr()
-        if x.untyped_storage().data_ptr() == home.untyped_storage().data_ptr() and 0 <= inside < max(home.nbytes, 1):
-            return index, offset + inside
-    return None
+    storage, address = x.untyped_storage().data_ptr(), x.data_ptr()
+    around = [
+        (address - home.data_ptr(), index, offset)
+        for home, index, offset in homes
+        if home.untyped_storage().data_ptr() == storage and 0 <= address - home.data_ptr() < max(home.nbytes, 1)
+    ]
+    if len(around) > 1:
+        around = [place for place in around if place[0] == 0][:1]
+    return (around[0][1], around[0][2] + around[0][0]) if around else None
 
 
 @contextmanager
@@ -191,13 +199,13 @@ class Cookbook:
 def sign(inputs: Sequence[Tensor | None], options: tuple) -> tuple | None:
     """What a call's launches follow from; None where it is not for replaying: off the GPU, or not aligned."""
     parts: list[Any] = [options]
-    addresses = 0
+    addresses = []
     for x in inputs:
         if x is None:
             parts.append(None)
             continue
         if not x.is_cuda:
             return None
-        addresses |= x.data_ptr()
+        addresses.append(x.data_ptr())
         parts.append((x.shape, x.stride(), x.dtype, x.device.index))
-    return None if addresses % 16 else tuple(parts)
+    return sign_places(parts, addresses)
