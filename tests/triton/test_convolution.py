@@ -82,10 +82,11 @@ def test_packed(device, cu_seqlens, masked):
 def test_several_tiles_and_blocks_a_program(device, monkeypatch):
     from latte.ops.triton import convolution
 
-    monkeypatch.setattr(convolution, "PARTS", 2)
-    monkeypatch.setattr(convolution, "TILE", 8)
-    monkeypatch.setattr(convolution, "BLOCK", 4)
-    assert_matches(make_inputs(41), device, mask=make_mask(41))
+    for name, number in {"PARTS": 2, "FORWARD_TILE": 8, "BACKWARD_TILE": 8, "BLOCK": 4, "FILLING": 6}.items():
+        monkeypatch.setattr(convolution, name, number)
+    assert_matches(make_inputs(41), device, mask=make_mask(41), state=make_state())
+    bounds = torch.tensor([0, 1, 20, 20, 41], dtype=torch.int32)
+    assert_matches(make_inputs(41, batch=1), device, state=make_state(4), cu_seqlens=bounds)
 
 
 def test_empty(device):

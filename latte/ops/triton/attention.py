@@ -225,7 +225,7 @@ def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> lis
 
 
 def _plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call is nothing but its kernels: tokens, no state, no past, no packing, and rows that lie side by side."""
+    """Whether a call is nothing but its kernels: of tokens, without state, past or packing, rows side by side."""
     given = [x for x in tensors[:6] if x is not None]
     return all(x is None for x in tensors[6:]) and all(x.stride(-1) == 1 and x.numel() > 0 for x in given)
 

@@ -10,9 +10,11 @@ from latte.ops.packing import bounds, last_tokens
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.convolution import backward_kernel, forward_kernel
+from latte.ops.triton.sums import add_parts
 
-TILE, BLOCK = 16, 64
+FORWARD_TILE, BACKWARD_TILE, BLOCK = 32, 16, 64
 MAX_TAPS = 16
+FILLING, MOST_TILES = 2048, 8  # programs that fill a device, beyond which each takes more tiles, up to so many
 PARTS = 128  # partial sums of the taps' gradient
 
 
@@ -58,7 +60,9 @@ class Layout(NamedTuple):
         return cls(cu_seqlens[sequence], cu_seqlens[sequence + 1], sequence.to(torch.int32))
 
 
-def _options(weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **inputs: Tensor) -> dict[str, Any]:
+def _options(
+    weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, tile: int, **inputs: Tensor
+) -> dict[str, Any]:
     """What the kernels are compiled for; `inputs` by the letter of their stride."""
     width, taps = weight.shape
     return {
@@ -66,7 +70,7 @@ def _options(weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, **i
         "K": taps,
         "MASK": mask is not None,
         "PACKED": cu_seqlens is not None,
-        "TILE": TILE if taps <= 6 else TILE // 2,  # the more taps, the more registers
+        "TILE": tile if taps <= 6 else tile // 2,  # the more taps, the more registers
         "BLOCK": min(BLOCK, triton.next_power_of_2(width)),
         "num_warps": 4,
         **{f"{letter}_TOKEN": z.stride(1) for letter, z in inputs.items()},
@@ -86,12 +90,13 @@ def _forward(x, weight, bias, mask, past, cu_seqlens) -> Tensor:
     if y.numel() == 0:
         return y
     x, layout = side_by_side(x), Layout.make(cu_seqlens, tokens)
-    options = _options(weight, mask, cu_seqlens, X=x)
-    tiles = triton.cdiv(tokens, options["TILE"])
+    options = _options(weight, mask, cu_seqlens, FORWARD_TILE, X=x)
+    tiles, blocks = triton.cdiv(tokens, options["TILE"]), triton.cdiv(width, options["BLOCK"])
+    run = max(1, min(MOST_TILES, batch * tiles * blocks // FILLING))
     launch(
-        forward_kernel, batch * tiles * triton.cdiv(width, options["BLOCK"]),
+        forward_kernel, batch * triton.cdiv(tiles, run) * blocks,
         x, weight.contiguous(), bias, _bytes(mask), past.contiguous(), layout.starts, layout.sequences, y,
-        tokens, tiles, x.stride(0), BIAS=bias is not None, **options,
+        tokens, tiles, run, x.stride(0), BIAS=bias is not None, **options,
     )  # fmt: skip
     return y
 
@@ -104,19 +109,21 @@ def _backward(dy, x, weight, mask, past, cu_seqlens, through_past) -> tuple[Tens
         dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         return dx, dweight, weight.new_zeros(width, dtype=torch.float32), torch.zeros_like(past)
     dy, x, layout = side_by_side(dy), side_by_side(x), Layout.make(cu_seqlens, tokens)
-    options = _options(weight, mask, cu_seqlens, Y=dy, X=x)
+    options = _options(weight, mask, cu_seqlens, BACKWARD_TILE, Y=dy, X=x)
     tiles = triton.cdiv(tokens, options["TILE"])
+    if weight.shape[1] <= 4:  # four programs a processor where it takes three otherwise; more taps would not fit
+        options["maxnreg"] = 128
     run = triton.cdiv(batch * tiles, PARTS)
     parts = triton.cdiv(tiles, run)
-    partial = x.new_empty((batch * parts, options["K"] + 1, width), dtype=torch.float32)
+    partial = x.new_empty((batch * parts, weight.numel() + width), dtype=torch.float32)
     launch(
         backward_kernel, batch * parts * triton.cdiv(width, options["BLOCK"]),
         dy, x, weight.contiguous(), _bytes(mask), past.contiguous(), *layout, dx, partial,
         tokens, tiles, run, dy.stride(0), x.stride(0), **options,
     )  # fmt: skip
-    total = partial.sum(dim=0)
+    dweight, dbias = add_parts(partial, tuple(weight.shape), weight.dtype)
     dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if through_past else torch.zeros_like(past)
-    return dx, total[:-1].t().to(weight.dtype).contiguous(), total[-1].clone(), dpast
+    return dx, dweight, dbias, dpast
 
 
 def _past_gradient(dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None) -> Tensor:
