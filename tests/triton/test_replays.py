@@ -1,0 +1,110 @@
+"""Calls that are replayed from a recording, in the interpreter: the same bits as without, on whatever tensors."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from latte.ops import known, latte_attention, macchiato_attention, rglru, window_attention
+from latte.ops.gated_recurrence import gated_rglru
+from latte.ops.triton import attention, gated_recurrence, recurrence
+from tests.triton.replaying import replays  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
+
+B, T, H, L, D, W = 1, 9, 2, 3, 5, 7
+BOOKS = {"rglru": recurrence, "gated": gated_recurrence}
+
+
+def window(*tensors: Tensor, **options):
+    return window_attention(*tensors, window=W, **options)
+
+
+def macchiato(*tensors: Tensor, **options):
+    return macchiato_attention(*tensors, window=W, **options)
+
+
+OPS = {"latte": latte_attention, "macchiato": macchiato, "window": window, "rglru": rglru, "gated": gated_rglru}
+
+
+def draw(form: str, seed: int) -> list[Tensor]:
+    """Heads of one joint product where the form has heads."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if form in BOOKS:
+        vectors = [normal(4) for _ in range(3)]
+        if form == "rglru":
+            return [*(normal(B, 9, 4) for _ in range(3)), vectors[0]]
+        return [normal(B, 9, 4), normal(1, 4, 4), vectors[0], normal(1, 4, 4), *vectors[1:]]
+    sizes = {"latte": [L, L, D], "macchiato": [L + 1, L, D, D, D], "window": [D, D, D]}[form]
+    sizes = [4 * -(-size // 4) * H for size in sizes]  # every part begins at 16 bytes
+    parts = normal(B, T, sum(sizes)).split(sizes, dim=2)
+    widths = {"latte": [L, L, D], "macchiato": [L + 1, L, D, D, D], "window": [D, D, D]}[form]
+    return [part.unflatten(2, (H, -1))[..., :width] for part, width in zip(parts, widths, strict=True)]
+
+
+def forward(form: str, given: list[Tensor]) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(tuple(OPS[form](*given, backend="triton")))
+
+
+def both(form: str, given: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in given]
+    output = OPS[form](*leaves, backend="triton")
+    dy = torch.randn(output.y.shape, generator=torch.Generator().manual_seed(7))
+    return [*torch.utils._pytree.tree_leaves(tuple(output)), *torch.autograd.grad(output.y, leaves, dy)]
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch):
+    """Run a function as if nothing had been seen before."""
+
+    def run(function, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention.Cookbook, "find", lambda *_: None)
+            patch.setattr(known, "run_known", lambda *_: None)
+            patch.setattr("latte.ops.attention.run_known", lambda *_: None)
+            return function(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("run", [forward, both], ids=["forward", "with gradients"])
+@pytest.mark.parametrize("form", OPS)
+def test_replayed_is_plain(form: str, run, replays, unrecorded) -> None:  # noqa: F811
+    cases = [draw(form, seed) for seed in range(4)]
+    counts, found = [], []
+    for case in cases:
+        before = len(replays)
+        found.append(run(form, case))
+        counts.append(len(replays) - before)
+    assert counts[0] == 0, "the first call of its kind is no recording"
+    assert counts[2] == counts[3] > 0
+    before = len(replays)
+    for case, results in zip(cases, found, strict=True):
+        expected = unrecorded(run, form, case)
+        assert len(results) == len(expected)
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    assert len(replays) == before
+
+
+@pytest.mark.parametrize("form", ["latte", "window", "rglru"])
+def test_one_tensor_in_several_places_is_another_call(form: str, replays, unrecorded) -> None:  # noqa: F811
+    x, y, z = (torch.randn(B, T, H, 8) if form != "rglru" else torch.randn(B, 9, 4) for _ in range(3))
+    rest = [torch.randn(4)] if form == "rglru" else []
+    for given in ([x, x, x, *rest], [x, y, z, *rest]):
+        for run in (forward, both):
+            expected = unrecorded(run, form, given)
+            for _ in range(3):
+                assert all(torch.equal(a, b) for a, b in zip(run(form, given), expected, strict=True))
+    assert replays
+
+
+def test_calls_without_tokens_are_not_replayed(replays) -> None:  # noqa: F811
+    """Their state is filled by no kernel."""
+    for _ in range(4):
+        state = latte_attention(*(torch.zeros(B, 0, H, n) for n in (L, L, D)), backend="triton").state
+        assert (state.log_norm == -torch.inf).all()
+        assert (state.mean == 0).all()
+    assert not replays
