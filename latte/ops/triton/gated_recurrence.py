@@ -178,12 +178,13 @@ def _checkpoint_shape(x: Tensor, save: bool) -> tuple[int, int, int]:
 def _backward(
     dy, dfinal, checkpoints, x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state, cu_seqlens, dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, parts [· all] of those of both weights, of biases and a_param, and that of the state before."""
+    """Gradients of x, of both weights side by side, of biases and a_param likewise, and of the state before."""
     dx = empty(x.shape, x.dtype, x.device)
     blocks, size, _ = a_weight.shape
+    matrices, vectors = _common_dtype(a_weight, x_weight), _common_dtype(a_bias, x_bias, a_param)
     if x.numel() == 0:
-        weight_sums = dfinal.new_zeros((1, 2 * blocks * size * size))
-        return dx, weight_sums, dfinal.new_zeros((1, 3 * x.shape[2])), dfinal.clone()
+        dweights = dfinal.new_zeros(2 * blocks * size * size, dtype=matrices)
+        return dx, dweights, dfinal.new_zeros(3 * x.shape[2], dtype=vectors), dfinal.clone()
     batch, _, width = x.shape
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, blocks, BACKWARD_SHAPES)
     dy, x, dfinal = side_by_side(dy), even_rows(x), dfinal.contiguous()
@@ -211,26 +212,19 @@ def _backward(
     weight_sums = launch_gradients(x, da_gate, dx_gate, weights[0], weights[2], dx, rows.codes, add=True)
     if rows.untouched is not None:
         dstate = torch.where(rows.untouched, dfinal, dstate)
-    return dx, weight_sums, sums, dstate
-
-
-def _add_up(weight_sums: Tensor, sums: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both weights side by side, and of biases and a_param, in the dtype these have, if it is one."""
-    a_weight, a_bias, x_weight, x_bias, a_param = weights
-    matrices, vectors = _common_dtype(a_weight, x_weight), _common_dtype(a_bias, x_bias, a_param)
-    return (
-        add_parts(weight_sums, (weight_sums.shape[1],), matrices)[0],
-        add_parts(sums, (sums.shape[1],), vectors)[0],
-    )
+    dweights, _ = add_parts(weight_sums, weight_sums.shape[1:], matrices)
+    dvectors, _ = add_parts(sums, sums.shape[1:], vectors)
+    return dx, dweights, dvectors, dstate
 
 
 def _common_dtype(*tensors: Tensor) -> torch.dtype:
+    """That of all, if it is one."""
     dtypes = {z.dtype for z in tensors}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def _split(matrices: Tensor, vectors: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """`_add_up`'s gradients one by one, in the order of the arguments."""
+    """`_backward`'s gradients of weights one by one, in the order of the arguments."""
     da_weight, dx_weight = matrices.view(2, *weights[0].shape)
     da_bias, dx_bias, da_param = vectors.view(3, -1)
     grads = (da_weight, da_bias, dx_weight, dx_bias, da_param)
@@ -277,10 +271,9 @@ class GatedRecurrence(torch.autograd.Function):
 
         plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
         recipe = BACKWARD.find(inputs, (ctx.dtype,), lambda: (call(), [])) if plain else None
-        dx, weight_sums, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
-        weights = tensors[1:6]
+        dx, matrices, vectors, dstate = call() if recipe is None else recipe.run(inputs)[0]
         dstate = None if tensors[7] is None else dstate
-        return dx, *_split(*_add_up(weight_sums, sums, *weights), *weights), None, dstate, None, None, None
+        return dx, *_split(matrices, vectors, *tensors[1:6]), None, dstate, None, None, None
 
 
 def _plain(tensors: tuple) -> bool:
@@ -348,8 +341,8 @@ def gated_rglru_backward(
 
     plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
     recipe = COMPILED_BACKWARD.find(inputs, (dtype,), lambda: (call(), [])) if plain else None
-    dx, weight_sums, sums, dstate = call() if recipe is None else recipe.run(inputs)[0]
-    return dx, *_add_up(weight_sums, sums, *tensors[1:6]), dstate
+    dx, matrices, vectors, dstate = call() if recipe is None else recipe.run(inputs)[0]
+    return dx, matrices, vectors, dstate
 
 
 @gated_rglru_backward.register_fake

@@ -160,10 +160,10 @@ def scan_pieces(decays: Tensor, ends: Tensor, *, reverse: bool) -> None:
 def _backward(
     dy, dfinal, checkpoints, x, a_gate, x_gate, a_param, mask, state, cu_seqlens
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, a_gate, x_gate, parts [· W] of a_param's in float32, and that of the state before."""
+    """Gradients of x, a_gate, x_gate, a_param and of the state before."""
     dx, da_gate, dx_gate = (empty(z.shape, z.dtype, z.device) for z in (x, a_gate, x_gate))
     if x.numel() == 0:
-        return dx, da_gate, dx_gate, dfinal.new_zeros((1, x.shape[2])), dfinal.clone()
+        return dx, da_gate, dx_gate, torch.zeros_like(a_param), dfinal.clone()
     batch, tokens, width = x.shape
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, BACKWARD_WARPS)
     dy, x, a_gate, x_gate, dfinal = (
@@ -194,7 +194,7 @@ def _backward(
     )  # fmt: skip
     if rows.untouched is not None:
         dstate = torch.where(rows.untouched, dfinal, dstate)
-    return dx, da_gate, dx_gate, dparam, dstate
+    return dx, da_gate, dx_gate, add_parts(dparam, a_param.shape, a_param.dtype)[0], dstate
 
 
 FORWARD, BACKWARD = Cookbook(), Cookbook()
@@ -235,9 +235,8 @@ class Recurrence(torch.autograd.Function):
 
         plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
         recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
-        dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
-        dparam, _ = add_parts(dparam, tensors[3].shape, tensors[3].dtype)
-        return dx, da_gate, dx_gate, dparam, None, None if tensors[5] is None else dstate, None, None
+        *grads, dstate = call() if recipe is None else recipe.run(inputs)[0]
+        return *grads, None, None if tensors[5] is None else dstate, None, None
 
 
 def _plain(tensors: tuple) -> bool:
@@ -308,7 +307,7 @@ def rglru_triton_backward(
     plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
     recipe = COMPILED_BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
     dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
-    return dx, da_gate, dx_gate, add_parts(dparam, a_param.shape, a_param.dtype)[0], dstate
+    return dx, da_gate, dx_gate, dparam, dstate
 
 
 @rglru_triton_backward.register_fake

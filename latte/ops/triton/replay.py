@@ -8,6 +8,8 @@ offsets to addresses and to launch.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from operator import itemgetter
 from threading import local
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +24,7 @@ MOST_RECIPES = 1024
 ALIGNMENT = 256
 REPLAYED_ON = "cuda"  # elsewhere kernels are interpreted
 _thread = local()
+Place = tuple[int, int]  # the number of a piece of memory, and bytes from its start
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,20 +70,30 @@ class Recipe:
         self.results = [(x.shape, x.dtype) for x in results]
         self.kept, self.kept_bytes = lay_out(kept)
         self.scratch_bytes = 0
-        self.launches: list[tuple[Any, tuple[int, ...], list[tuple[int, int] | None], tuple]] = []
+        self.launches: list[tuple[Any, tuple[int, ...], list[Place | None], tuple]] = []
+
+    @cached_property
+    def steps(self) -> tuple[list[Place], list[tuple[Any, tuple[int, ...], Callable[[list], tuple], tuple]]]:
+        """Every place that some launch needs, and the launches, each of which picks its own from all addresses."""
+        places = list(dict.fromkeys(place for _, _, own, _ in self.launches for place in own if place is not None))
+        number = {place: n for n, place in enumerate([*places, None])}
+        return places, [
+            (binary, grid, itemgetter(*(number[place] for place in own)), rest)
+            for binary, grid, own, rest in self.launches
+        ]
 
     def run(self, inputs: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
         """The results on new inputs, and the memory of the parts to keep."""
-        device, active = self.device, cast(Any, driver.active)
+        device, (places, steps) = self.device, self.steps
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
         kept = torch.empty(self.kept_bytes, dtype=torch.uint8, device=device)
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device) if self.scratch_bytes else kept
         bases = [0 if x is None else x.data_ptr() for x in (*inputs, *made, kept, scratch)]
+        addresses = [*(bases[piece] + offset for piece, offset in places), None]
         with torch.cuda.device_of(kept):
-            stream = active.get_current_stream(device.index)
-            for binary, grid, places, rest in self.launches:
-                addresses = [None if place is None else bases[place[0]] + place[1] for place in places]
-                launch_binary(binary, grid, stream, (*addresses, *rest))
+            stream = cast(Any, driver.active).get_current_stream(device.index)
+            for binary, grid, pick, rest in steps:
+                launch_binary(binary, grid, stream, pick(addresses) + rest)
         return made, kept
 
     def views(self, kept: Tensor) -> list[Tensor]:
@@ -133,7 +146,7 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[list[Part], int]:
     return parts, offset
 
 
-def find(x: object, homes: list[tuple[Tensor, int, int]]) -> tuple[int, int] | None:
+def find(x: object, homes: list[tuple[Tensor, int, int]]) -> Place | None:
     """Which piece of memory a tensor lies in, and where; a view lies in what it is a view of.
 
     Inputs that are parts of one tensor may lie in each other's way: a view of which it cannot be told lies nowhere.

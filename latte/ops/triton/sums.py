@@ -6,6 +6,7 @@ from torch import Tensor
 
 from latte.ops.triton.call import launch
 from latte.ops.triton.kernels.sums import add_parts_kernel
+from latte.ops.triton.replay import empty
 
 ROWS, BLOCK = 16, 64
 
@@ -13,8 +14,8 @@ ROWS, BLOCK = 16, 64
 def add_parts(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The sum of parts [P n] in float32: a tensor of `shape` and `dtype` from its first elements, and the rest."""
     count, total = parts.shape
-    y = torch.empty(shape, dtype=dtype, device=parts.device)
-    rest = torch.empty(total - y.numel(), dtype=torch.float32, device=parts.device)
+    y = empty(shape, dtype, parts.device)
+    rest = empty((total - y.numel(),), torch.float32, parts.device)
     launch(
         add_parts_kernel, triton.cdiv(total, BLOCK), parts, y, rest, count, y.numel(), total,
         ROWS=ROWS, BLOCK=BLOCK, num_warps=2,
