@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from latte.ops import known, latte_attention, macchiato_attention, rglru, window_attention
+from latte.ops import known, latte_attention, macchiato_attention, rglru, short_conv, window_attention
 from latte.ops.gated_recurrence import gated_rglru
-from latte.ops.triton import attention, gated_recurrence, recurrence
+from latte.ops.triton.replay import Cookbook
 from tests.triton.replaying import replays  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
 
 B, T, H, L, D, W = 1, 9, 2, 3, 5, 7
-BOOKS = {"rglru": recurrence, "gated": gated_recurrence}
+MIXERS = ("rglru", "gated", "conv")
 
 
 def window(*tensors: Tensor, **options):
@@ -23,7 +23,8 @@ def macchiato(*tensors: Tensor, **options):
     return macchiato_attention(*tensors, window=W, **options)
 
 
-OPS = {"latte": latte_attention, "macchiato": macchiato, "window": window, "rglru": rglru, "gated": gated_rglru}
+OPS = {"latte": latte_attention, "macchiato": macchiato, "window": window, "rglru": rglru, "gated": gated_rglru,
+       "conv": short_conv}  # fmt: skip
 
 
 def draw(form: str, seed: int) -> list[Tensor]:
@@ -33,11 +34,15 @@ def draw(form: str, seed: int) -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    if form in BOOKS:
-        vectors = [normal(4) for _ in range(3)]
-        if form == "rglru":
-            return [*(normal(B, 9, 4) for _ in range(3)), vectors[0]]
-        return [normal(B, 9, 4), normal(1, 4, 4), vectors[0], normal(1, 4, 4), *vectors[1:]]
+    if form in MIXERS:
+        x, vectors = normal(B, T, 4), [normal(4) for _ in range(3)]
+        match form:
+            case "rglru":
+                return [x, normal(B, T, 4), normal(B, T, 4), vectors[0]]
+            case "gated":
+                return [x, normal(1, 4, 4), vectors[0], normal(1, 4, 4), *vectors[1:]]
+            case _:
+                return [x, normal(4, 3), vectors[0]]
     sizes = {"latte": [L, L, D], "macchiato": [L + 1, L, D, D, D], "window": [D, D, D]}[form]
     sizes = [4 * -(-size // 4) * H for size in sizes]  # every part begins at 16 bytes
     parts = normal(B, T, sum(sizes)).split(sizes, dim=2)
@@ -62,7 +67,7 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch):
 
     def run(function, *arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(attention.Cookbook, "find", lambda *_: None)
+            patch.setattr(Cookbook, "find", lambda *_: None)
             patch.setattr(known, "run_known", lambda *_: None)
             patch.setattr("latte.ops.attention.run_known", lambda *_: None)
             return function(*arguments)

@@ -21,3 +21,8 @@ def launch(kernel: Any, programs: int | tuple[int, ...], *arguments: Any, **opti
 def side_by_side(x: Tensor) -> Tensor:
     """x [B T W] itself if its channels lie side by side, else a copy in which they do."""
     return x if x.stride(2) == 1 else x.contiguous()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """x with all its elements side by side, if it is there."""
+    return None if x is None else x.contiguous()

@@ -7,9 +7,10 @@ import triton
 from torch import Tensor
 
 from latte.ops.packing import bounds, last_tokens
-from latte.ops.triton.call import launch, side_by_side
+from latte.ops.triton.call import dense, launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.convolution import backward_kernel, forward_kernel
+from latte.ops.triton.replay import Cookbook, empty
 from latte.ops.triton.sums import add_parts
 
 FORWARD_TILE, BACKWARD_TILE, BLOCK = 32, 16, 64
@@ -86,7 +87,7 @@ def _forward(x, weight, bias, mask, past, cu_seqlens) -> Tensor:
     batch, tokens, width = x.shape
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, tokens)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = empty(x.shape, x.dtype, x.device)
     if y.numel() == 0:
         return y
     x, layout = side_by_side(x), Layout.make(cu_seqlens, tokens)
@@ -95,19 +96,19 @@ def _forward(x, weight, bias, mask, past, cu_seqlens) -> Tensor:
     run = max(1, min(MOST_TILES, batch * tiles * blocks // FILLING))
     launch(
         forward_kernel, batch * triton.cdiv(tiles, run) * blocks,
-        x, weight.contiguous(), bias, _bytes(mask), past.contiguous(), layout.starts, layout.sequences, y,
+        x, weight.contiguous(), dense(bias), _bytes(mask), past.contiguous(), layout.starts, layout.sequences, y,
         tokens, tiles, run, x.stride(0), BIAS=bias is not None, **options,
     )  # fmt: skip
     return y
 
 
-def _backward(dy, x, weight, mask, past, cu_seqlens, through_past) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias (in float32) and, if `through_past`, of the past."""
+def _backward(dy, x, weight, mask, past, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, the last in float32."""
     batch, tokens, width = x.shape
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = empty(x.shape, x.dtype, x.device)
     if dx.numel() == 0:
         dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        return dx, dweight, weight.new_zeros(width, dtype=torch.float32), torch.zeros_like(past)
+        return dx, dweight, weight.new_zeros(width, dtype=torch.float32)
     dy, x, layout = side_by_side(dy), side_by_side(x), Layout.make(cu_seqlens, tokens)
     options = _options(weight, mask, cu_seqlens, BACKWARD_TILE, Y=dy, X=x)
     tiles = triton.cdiv(tokens, options["TILE"])
@@ -115,20 +116,20 @@ def _backward(dy, x, weight, mask, past, cu_seqlens, through_past) -> tuple[Tens
         options["maxnreg"] = 128
     run = triton.cdiv(batch * tiles, PARTS)
     parts = triton.cdiv(tiles, run)
-    partial = x.new_empty((batch * parts, weight.numel() + width), dtype=torch.float32)
+    partial = empty((batch * parts, weight.numel() + width), torch.float32, x.device)
     launch(
         backward_kernel, batch * parts * triton.cdiv(width, options["BLOCK"]),
         dy, x, weight.contiguous(), _bytes(mask), past.contiguous(), *layout, dx, partial,
         tokens, tiles, run, dy.stride(0), x.stride(0), **options,
     )  # fmt: skip
-    dweight, dbias = add_parts(partial, tuple(weight.shape), weight.dtype)
-    dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if through_past else torch.zeros_like(past)
-    return dx, dweight, dbias, dpast
+    return dx, *add_parts(partial, weight.shape, weight.dtype)
 
 
 def _past_gradient(dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """What the first K − 1 tokens of each sequence pass on to its past: a few rows, in PyTorch."""
     batch, tokens, _ = dy.shape
+    if dy.numel() == 0:
+        return torch.zeros_like(past)
     slots = past.shape[1]
     row, starts, ends = bounds(cu_seqlens, batch, tokens, dy.device)
     token = starts[:, None] + torch.arange(slots, device=dy.device)
@@ -142,19 +143,44 @@ def _past_gradient(dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor
     return dpast.to(past.dtype)
 
 
+FORWARD, BACKWARD = Cookbook(), Cookbook()
+
+
 class Convolution(torch.autograd.Function):
-    """`_forward` and `_backward` for eager calls."""
+    """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
     def forward(ctx, *inputs):
         _save(ctx, inputs, inputs[0])
-        return _forward(*inputs)
+
+        def call() -> Tensor:
+            return _forward(*inputs)
+
+        recipe = FORWARD.find(inputs, (), lambda: ([call()], [])) if _plain(*inputs) else None
+        return call() if recipe is None else recipe.run(inputs)[0][0]
 
     @staticmethod
     def backward(ctx, *gradients):
         (dy,) = gradients
+        inputs = (dy, *ctx.saved_tensors)
+
         x, weight, mask, past, cu_seqlens = ctx.saved_tensors
-        return _finish(ctx, *_backward(dy, x, weight, mask, past, cu_seqlens, ctx.needs_input_grad[4]))
+
+        def call() -> list[Tensor]:
+            return list(_backward(dy, x, weight, mask, past, cu_seqlens))
+
+        plain = dy.stride(2) == 1 and _plain(x, weight, None, mask, past, cu_seqlens)
+        recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
+        dx, dweight, dbias = call() if recipe is None else recipe.run(inputs)[0]
+        dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if ctx.needs_input_grad[4] else None
+        return _finish(ctx, dx, dweight, dbias, dpast)
+
+
+def _plain(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call is nothing but its kernels: of tokens, without mask and packing, everything side by side."""
+    weight, bias, mask, past, cu_seqlens = others
+    bare = mask is None and cu_seqlens is None and x.stride(2) == 1 and x.numel() > 0
+    return bare and all(z is None or z.is_contiguous() for z in (weight, bias, past))
 
 
 @torch.library.custom_op("latte::short_conv_triton_forward", mutates_args=())
@@ -183,7 +209,8 @@ def short_conv_triton_backward(
     through_past: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias (in float32) and, if `through_past`, of the past."""
-    return _backward(dy, x, weight, mask, past, cu_seqlens, through_past)
+    dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if through_past else torch.zeros_like(past)
+    return *_backward(dy, x, weight, mask, past, cu_seqlens), dpast
 
 
 @short_conv_triton_backward.register_fake
@@ -211,7 +238,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _finish(ctx, *short_conv_triton_backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[4]))
 
 
-def _finish(ctx: Any, dx: Tensor, dweight: Tensor, dbias: Tensor, dpast: Tensor) -> tuple[Tensor | None, ...]:
+def _finish(ctx: Any, dx: Tensor, dweight: Tensor, dbias: Tensor, dpast: Tensor | None) -> tuple[Tensor | None, ...]:
     return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, dpast, None
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from latte.ops.triton.call import launch
+from latte.ops.triton.call import dense, launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.input_steps import input_step_kernel, rglru_step_kernel, short_conv_step_kernel
 from latte.ops.triton.steps import ELEMENTS, power
@@ -32,11 +32,11 @@ def rglru_step(
     check_device(rglru_step_kernel, x.device)
     check_dtypes(x=x, a_weight=a_weight, x_weight=x_weight, a_param=a_param)
     blocks, size, _ = a_weight.shape
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, y = side_by_side(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     wide = power(size)
     launch(
         rglru_step_kernel, x.shape[0] * blocks,
-        x, a_weight.contiguous(), a_bias, x_weight.contiguous(), x_bias, a_param, mask, state, y,
+        x, *(z.contiguous() for z in (a_weight, a_bias, x_weight, x_bias, a_param)), mask, state, y,
         x.stride(0), 0 if mask is None else mask.stride(0),
         W=x.shape[2], SIZE=size, BS=wide, BI=min(wide, max(1, ELEMENTS // 2 // wide)), MASKED=mask is not None,
         num_warps=4,
@@ -54,12 +54,12 @@ def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor
     """y [B 1 W]; the last inputs in `state` move up by one."""
     check_device(short_conv_step_kernel, x.device)
     check_dtypes(x=x, weight=weight, bias=bias)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, y = side_by_side(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     width, taps = weight.shape
     block = min(256, power(width))
     launch(
         short_conv_step_kernel, x.shape[0] * triton.cdiv(width, block),
-        x, weight.contiguous(), bias, mask, state, y, x.stride(0), 0 if mask is None else mask.stride(0),
+        x, weight.contiguous(), dense(bias), mask, state, y, x.stride(0), 0 if mask is None else mask.stride(0),
         W=width, K=taps, BLOCK=block, BIAS=bias is not None, MASKED=mask is not None, num_warps=2,
     )  # fmt: skip
     return y
@@ -105,7 +105,7 @@ def input_step(
     }  # fmt: skip
     programs = batch * (blocks + sum(triton.cdiv(n, OUTPUTS) for n in outputs))
     launch(
-        input_step_kernel, programs, x, mask, state, *(gates or [None] * 5), *padded(taps, 2),
+        input_step_kernel, programs, x, mask, state, *(gates or [None] * 5), *padded(list(map(dense, taps)), 2),
         mixed_weights[0], padded(mixed_biases, 2)[0], mixed_weights[1], padded(mixed_biases, 2)[1], logits,
         *padded(plain_weights, 3), *padded(plain_biases, 3), y,
         x.stride(0), 0 if mask is None else mask.stride(0), **options,
@@ -113,7 +113,7 @@ def input_step(
     return logits, y
 
 
-def padded(tensors: Sequence[Tensor], count: int) -> list[Tensor | None]:
+def padded(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     return [*tensors, *[None] * (count - len(tensors))]
 
 

@@ -109,7 +109,7 @@ def _forward(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save) -> tuple
         return y, unseen if state is None else state.clone(), checkpoints
     final = empty((sequences, width), torch.float32, x.device)
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, FORWARD_WARPS)
-    x, a_gate, x_gate = side_by_side(x), side_by_side(a_gate), side_by_side(x_gate)
+    x, a_gate, x_gate, a_param = side_by_side(x), side_by_side(a_gate), side_by_side(x_gate), a_param.contiguous()
     given = None if state is None else state.contiguous()
     options = _options(tokens, width, state, rows, X=x, A=a_gate, G=x_gate)
     sizes = (tokens, plan.pieces, plan.length, x.stride(0), a_gate.stride(0), x_gate.stride(0))
@@ -166,13 +166,8 @@ def _backward(
         return dx, da_gate, dx_gate, torch.zeros_like(a_param), dfinal.clone()
     batch, tokens, width = x.shape
     rows, plan = mark_rows(x, mask, cu_seqlens), Plan.make(x, BACKWARD_WARPS)
-    dy, x, a_gate, x_gate, dfinal = (
-        side_by_side(dy),
-        side_by_side(x),
-        side_by_side(a_gate),
-        side_by_side(x_gate),
-        dfinal.contiguous(),
-    )
+    dy, x, a_gate, x_gate = (side_by_side(z) for z in (dy, x, a_gate, x_gate))
+    dfinal, a_param = dfinal.contiguous(), a_param.contiguous()
     given = None if state is None else state.contiguous()
     decays, starts = empty((2, batch, max(plan.pieces - 1, 1), width), torch.float32, x.device)
     dparam = empty((batch * plan.pieces, width), torch.float32, x.device)

@@ -35,7 +35,7 @@ def lay_tiles(batch: int, tokens: int, size: int, cu_seqlens: Tensor | None) -> 
     if cu_seqlens is None:
         per_row = (tokens + size - 1) // size
         return Tiles(size, batch, per_row, *_pieces(per_row), batch, tokens, None, None, None)
-    bounds = cu_seqlens.long()
+    bounds = cu_seqlens.long().contiguous()
     sequences = bounds.shape[0] - 1
     count = (tokens + size - 1) // size + sequences  # the most there can be
     tiles = (bounds.diff() + size - 1) // size
