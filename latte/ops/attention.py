@@ -5,6 +5,8 @@ which parts they hand to it: latents (Latte), a window (sliding-window attention
 attention is the undirected model: the same state, with latents chosen by p(l|t) ∝ φ(q_t)_l Σ_s φ(k_s)_l.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -54,11 +56,11 @@ def latte_attention(
     _check_latte_state(state, (sequences, q.shape[2], k.shape[3], v.shape[3]), v)
     y, latents = _attend(backend, q, k, v, causal=causal, mask=mask, latents=state, cu_seqlens=cu_seqlens)
     if signature is not None:
-        _remember(signature, (q, k, v), None, (1, 1.0, 0.0, False, causal), _name_latte)
+        _remember(signature, (q, k, v), None, (1, 1.0, 0.0, False, causal), _latte_output)
     return LatteOutput(y, latents)
 
 
-def _name_latte(y: Tensor, latents: LatteState, _: WindowState | None) -> LatteOutput:
+def _latte_output(_: Sequence[Any], y: Tensor, latents: LatteState, __: WindowState | None) -> LatteOutput:
     return LatteOutput(y, latents)
 
 
@@ -115,6 +117,13 @@ def window_attention(
     `causal=False` the window reaches `window` − 1 positions to both sides. `scale` defaults to E ** -0.5; `softcap`
     bounds scores as softcap · tanh(score / softcap). Masked positions keep their place in the window.
     """
+    signature = None
+    tensors = (None, None, v, q, k)
+    if mask is None and state is None and cu_seqlens is None and checks.may_replay(backend, v):
+        signature = sign_call("window", tensors, (window, scale, softcap, causal))
+        known = run_known(signature, tensors)
+        if known is not None:
+            return known
     _check_window_parts("q", q, "k", k, v, window, scale, softcap)
     sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v)
     _check_window_state(state, sequences, k, v, window)
@@ -122,7 +131,14 @@ def window_attention(
         backend, None, None, v, q, k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
         past=state, cu_seqlens=cu_seqlens,
     )  # fmt: skip
+    if signature is not None:
+        options = (window, q.shape[-1] ** -0.5 if scale is None else scale, softcap or 0.0, False, causal)
+        _remember(signature, tensors, None, options, partial(_window_output, window))
     return WindowOutput(y, advance_window(state, k, v, window, mask, cu_seqlens, backend))
+
+
+def _window_output(window: int, given: Sequence[Any], y: Tensor, _: LatteState, __: WindowState | None) -> WindowOutput:
+    return WindowOutput(y, _whole_window(given, window))
 
 
 def macchiato_attention(
@@ -171,18 +187,25 @@ def macchiato_attention(
         backend, q, k, v, window_q, window_k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
         latents=None if state is None else state.latents, past=past, cu_seqlens=cu_seqlens, tail=recent,
     )  # fmt: skip
+    if signature is not None:
+        options = (window, window_q.shape[-1] ** -0.5 if scale is None else scale, softcap or 0.0, False, causal)
+        tensors = (q, k, v, window_q, window_k)
+        _remember(signature, tensors, recent, options, partial(_macchiato_output, window))
     if recent is None:
         recent = advance_window(past, window_k, v, window, mask, cu_seqlens, backend)
-    elif signature is not None:
-        scale = window_q.shape[-1] ** -0.5 if scale is None else scale
-        _remember(signature, (q, k, v, window_q, window_k), recent, (window, scale, softcap or 0.0, False, True),
-                  _name_macchiato)  # fmt: skip
     return MacchiatoOutput(y, MacchiatoState(latents, *recent))
 
 
-def _name_macchiato(y: Tensor, latents: LatteState, window: WindowState | None) -> MacchiatoOutput:
-    assert window is not None
-    return MacchiatoOutput(y, MacchiatoState(latents, *window))
+def _macchiato_output(
+    window: int, given: Sequence[Any], y: Tensor, latents: LatteState, recent: WindowState | None
+) -> MacchiatoOutput:
+    return MacchiatoOutput(y, MacchiatoState(latents, *(recent or _whole_window(given, window))))
+
+
+def _whole_window(given: Sequence[Any], window: int) -> WindowState:
+    """The window's state after a plain call of the kernels."""
+    _, _, v, _, window_k = given
+    return advance_window(None, window_k, v, window, None, None, "triton")
 
 
 def _remember(signature: tuple, *call: Any) -> None:

@@ -5,24 +5,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+Ready = Callable[[Sequence[Any]], Any]
 
 MOST_KNOWN = 1024
 ALIGNED = 16  # bytes, as kernels are compiled for
-KNOWN: dict[Any, Callable[[Sequence[Tensor]], Any]] = {}
+KNOWN: dict[Any, Ready] = {}
 
 
 def sign_call(op: str, tensors: Sequence[Any], options: tuple) -> tuple | None:
-    """What a call without gradients is checked for, and its launches follow from; None for any other call."""
-    if torch.compiler.is_compiling():
+    """What a plain call is checked for, and its launches follow from; None for any other call."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
     with_grad = torch.is_grad_enabled()
     parts: list[Any] = [op, options]
     addresses = []
     for x in tensors:
-        if type(x) is not Tensor or (with_grad and x.requires_grad):
+        if x is None:
+            parts.append(None)
+            continue
+        if type(x) is not Tensor and type(x) is not Parameter:
             return None
         addresses.append(x.data_ptr())
-        parts.append((x.shape, x.stride(), x.dtype, x.device))
+        parts.append((x.shape, x.stride(), x.dtype, x.device, with_grad and x.requires_grad))
     return sign_places(parts, addresses)
 
 
@@ -41,13 +48,17 @@ def sign_places(parts: list[Any], addresses: list[int]) -> tuple | None:
     return tuple(parts)
 
 
-def run_known(signature: tuple | None, tensors: Sequence[Tensor]) -> Any:
+def run_known(signature: tuple | None, tensors: Sequence[Tensor | None]) -> Any:
     """The result of a call that is known, else None."""
     ready = None if signature is None else KNOWN.get(signature)
     return None if ready is None else ready(tensors)
 
 
-def remember(signature: tuple, ready: Callable[[Sequence[Tensor]], Any]) -> None:
+def needs_gradients(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def remember(signature: tuple, ready: Ready) -> None:
     if len(KNOWN) >= MOST_KNOWN:  # a length seen no more should not be kept for ever
         KNOWN.clear()
     KNOWN[signature] = ready

@@ -35,6 +35,17 @@ def run(form: str, given: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Te
     return [y, *torch.autograd.grad(y, leaves, dy)]
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "KNOWN", {})
+
+
+def check_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no call is known."""
+    for module in ("attention", "recurrence"):
+        monkeypatch.setattr(f"latte.ops.{module}.run_known", lambda *_: None)
+
+
 @pytest.mark.parametrize("form", OPS)
 def test_replayed_is_plain(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = recurrence if form == "rglru" else attention
@@ -48,22 +59,20 @@ def test_replayed_is_plain(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         book.recipes.clear()
     found = [run(form, case, dy) for case, dy in zip(cases, pulls, strict=True)]
     assert all(len(book.recipes) == 1 and None not in book.recipes.values() for book in books)
+    check_all(monkeypatch)
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(getattr(module, name), "find", lambda *_: None)
     for case, dy, results in zip(cases, pulls, found, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(results, run(form, case, dy), strict=True))
 
 
-@pytest.mark.parametrize("form", ["latte", "macchiato"])
+@pytest.mark.parametrize("form", OPS)
 def test_known_calls_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """States included, and no result is another's memory."""
-    monkeypatch.setattr(known, "KNOWN", {})
     cases = [tensors(form) for _ in range(5)]
     found = [OPS[form](*case) for case in cases]
     assert len(known.KNOWN) == 1
-    known.KNOWN.clear()
-    monkeypatch.setattr(known, "remember", lambda *_: None)
-    monkeypatch.setattr(attention, "remember", lambda *_: None)
+    check_all(monkeypatch)
     for case, result in zip(cases, found, strict=True):
         again = OPS[form](*case)
         assert torch.equal(result.y, again.y)
@@ -71,7 +80,6 @@ def test_known_calls_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPat
         assert type(result.state) is type(again.state)
         flat, flat_again = (torch.utils._pytree.tree_leaves(x.state) for x in (result, again))
         assert all(torch.equal(x, y) for x, y in zip(flat, flat_again, strict=True))
-    assert not known.KNOWN
 
 
 def test_calls_without_tokens_are_not_replayed() -> None:

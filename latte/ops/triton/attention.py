@@ -1,13 +1,13 @@
 """`attend` by Triton kernels, as custom operations that torch.compile takes whole."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, TENSORS
-from latte.ops.known import remember
+from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.attention_call import Call, Inputs, Options
@@ -58,7 +58,7 @@ def attend(
         window, scale, softcap, undirected, causal,
     )  # fmt: skip
     # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
-    results = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(tail, *arguments)
+    results = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(None, tail, *arguments)
     y, log_norm, mean, *_ = results
     return y, LatteState(log_norm, mean)
 
@@ -153,7 +153,8 @@ class Mixture(torch.autograd.Function):
     """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
-    def forward(ctx, tail, *arguments):
+    def forward(ctx, known, tail, *arguments):
+        """`known` is the recipe of such a call, if it is at hand."""
         tensors, options = arguments[:12], arguments[12:]
         inputs = (*tensors, *(() if tail is None else tail))
 
@@ -161,7 +162,9 @@ class Mixture(torch.autograd.Function):
             results = _forward(*arguments, tail=tail)
             return list(results[:3]), list(results[3:])
 
-        recipe = FORWARD.find(inputs, options, call) if _plain(tensors) else None
+        recipe = known
+        if recipe is None and _plain(tensors):
+            recipe = FORWARD.find(inputs, options, call)
         if recipe is None:
             outputs, kept = call()
         else:
@@ -192,28 +195,32 @@ class Mixture(torch.autograd.Function):
             recipe = BACKWARD.find(inputs, ctx.options, lambda: ([x for x in call() if x is not None], []))
         found = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
-        return (None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+        return (None, None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
 
 
 def remember_call(
-    signature: tuple, tensors: tuple[Tensor, ...], tail: WindowState | None, options: tuple,
-    name: Callable[[Tensor, LatteState, WindowState | None], NamedTuple],
+    signature: tuple, tensors: tuple[Tensor | None, ...], tail: WindowState | None, options: tuple,
+    finish: Callable[[Sequence[Any], Tensor, LatteState, WindowState | None], NamedTuple],
 ) -> None:  # fmt: skip
-    """If a plain call of an op was recorded, let the next like it go to its kernels at once; `name` makes its result.
+    """If a plain call of an op was recorded, let the next like it go to its kernels at once.
 
-    `tensors` are the first of TENSORS; the others are absent.
+    `tensors` are the first of TENSORS, the others are absent; `finish` makes the op's result of them, y, the latents'
+    state and a filled `tail`.
     """
     absent = (None,) * (len(TENSORS) + 1 - len(tensors))  # cu_seqlens comes last
     recipe = FORWARD.recipes.get(sign((*tensors, *absent, *(tail or ())), options))
     if recipe is None:
         return
     sizes = [(x.shape, x.dtype) for x in tail or ()]
-    device = tensors[0].device
+    device, with_gradients = recipe.device, needs_gradients(tensors)
 
-    def ready(given: Sequence[Tensor]) -> NamedTuple:
+    def ready(given: Sequence[Any]) -> NamedTuple:
         room = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-        (y, log_norm, mean), _ = recipe.run((*given, *absent, *room))
-        return name(y, LatteState(log_norm, mean), WindowState(*room) if room else None)
+        if with_gradients:
+            y, log_norm, mean = Mixture.apply(recipe, None, *given, *absent, *options)
+        else:
+            (y, log_norm, mean), _ = recipe.run((*given, *absent, *room))
+        return finish(given, y, LatteState(log_norm, mean), WindowState(*room) if room else None)
 
     remember(signature, ready)
 

@@ -4,18 +4,21 @@ Three launches forward and three backward, none of whose results depends on the 
 gradients are the inputs and h before every ROWS tokens in float32: in bfloat16 that is 1/16 of inputs and output.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from latte.ops.known import needs_gradients, remember
 from latte.ops.packing import spans
+from latte.ops.states import RGLRUOutput
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
-from latte.ops.triton.replay import Cookbook, empty
+from latte.ops.triton.replay import Cookbook, empty, sign
 from latte.ops.triton.sums import add_parts
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
@@ -42,10 +45,10 @@ def recur(
     if state is not None:
         state = state.to(dtype)
     inputs = (x, a_gate, x_gate, a_param, state)
-    save = torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in inputs)
+    arguments = (x, a_gate, x_gate, a_param, mask, state, cu_seqlens, needs_gradients(inputs))
     # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
-    run = rglru_triton_forward if torch.compiler.is_compiling() else Recurrence.apply
-    y, final, *_ = run(x, a_gate, x_gate, a_param, mask, state, cu_seqlens, save)
+    compiling = torch.compiler.is_compiling()
+    y, final, *_ = rglru_triton_forward(*arguments) if compiling else Recurrence.apply(None, *arguments)
     return y, final
 
 
@@ -200,14 +203,17 @@ class Recurrence(torch.autograd.Function):
     """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(ctx, known, *arguments):
+        """`known` is the recipe of such a call, if it is at hand."""
         tensors, save = arguments[:7], arguments[7]
 
         def call() -> tuple[list[Tensor], list[Tensor]]:
             y, final, checkpoints = _forward(*arguments)
             return [y, final], [checkpoints]
 
-        recipe = FORWARD.find(tensors, (save,), call) if _plain(tensors) else None
+        recipe = known
+        if recipe is None and _plain(tensors):
+            recipe = FORWARD.find(tensors, (save,), call)
         if recipe is None:
             outputs, kept = call()
         else:
@@ -231,7 +237,24 @@ class Recurrence(torch.autograd.Function):
         plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
         recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
         *grads, dstate = call() if recipe is None else recipe.run(inputs)[0]
-        return *grads, None, None if tensors[5] is None else dstate, None, None
+        return None, *grads, None, None if tensors[5] is None else dstate, None, None
+
+
+def remember_call(signature: tuple, tensors: tuple[Tensor, ...]) -> None:
+    """If a plain call was recorded, let the next like it go to its kernels at once."""
+    with_gradients, absent = needs_gradients(tensors), (None,) * 3
+    recipe = FORWARD.recipes.get(sign((*tensors, *absent), (with_gradients,)))
+    if recipe is None:
+        return
+
+    def ready(given: Sequence[Any]) -> RGLRUOutput:
+        if with_gradients:
+            y, final = Recurrence.apply(recipe, *given, *absent, True)
+        else:
+            (y, final), _ = recipe.run((*given, *absent))
+        return RGLRUOutput(y, final)
+
+    remember(signature, ready)
 
 
 def _plain(tensors: tuple) -> bool:
