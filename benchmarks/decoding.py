@@ -134,16 +134,20 @@ def cache_bytes(cache: Cache) -> int:
 @torch.no_grad()
 def decoding_error(entry: Entry, model: Model, device: str, length: int = 300) -> float:
     """How far the last token's logits by way of the measured cache are from those of the whole sequence at once."""
-    tokens = random_tokens(model, 2, length, device)
+    tokens, steps = random_tokens(model, 2, length, device), 1
     whole = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
     if entry.is_ours:
         cache: Cache = StaticCache(config=model.config, max_cache_len=1)
-        model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        steps = 3  # each reads what those before have written
+        model(input_ids=tokens[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
     else:
         read = DynamicCache(config=model.config)
         model(input_ids=tokens[:, :-1], past_key_values=read, use_cache=True, logits_to_keep=1)
         states = [layer.state.attention for layer in state_layers(read)]
         room = (0, 0, 0, 0, 0, 1)  # for the last token
         cache = exact_cache(model, [(F.pad(state.keys, room), F.pad(state.values, room)) for state in states])
-    logits = model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    *_, logits = (
+        model(input_ids=tokens[:, place : place + 1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        for place in range(length - steps, length)
+    )
     return float((logits - whole).double().norm() / whole.double().norm())

@@ -4,7 +4,7 @@ Each maps [B T C] to [B T C] and is usable alone. Those with a past have `stream
 `forward`.
 """
 
-from latte.layers.attention import AttentionOutput, AttentionState, LatteAttention
+from latte.layers.attention import AttentionOutput, AttentionState, LatteAttention, StepCounters
 from latte.layers.block import Block
 from latte.layers.cross import CrossAttention
 from latte.layers.feedforward import GLU, MLP, make_feedforward
@@ -28,6 +28,7 @@ __all__ = [
     "ShortConvolution",
     "SoftmaxRoom",
     "SoftmaxState",
+    "StepCounters",
     "count_tokens",
     "make_feedforward",
     "make_mixer",

@@ -40,6 +40,14 @@ class AttentionState(NamedTuple):
     position: Int[Tensor, " B"]  # real tokens seen, which is the next one's rotary position
 
 
+class StepCounters(NamedTuple):
+    """What steps in place count besides a row's position."""
+
+    arrivals: Int[Tensor, " B"]  # int32, 0 between calls
+    seen: Int[Tensor, ""]  # tokens, real or not
+    turn: Int[Tensor, " B"] | None = None  # int32: with it the window is a ring, and its oldest position is there
+
+
 class AttentionOutput(NamedTuple):
     y: Float[Tensor, "B T C"]
     state: AttentionState
@@ -203,19 +211,19 @@ class LatteAttention(nn.Module):
         state: AttentionState,
         mask: Bool[Tensor, "B one"] | None = None,
         rotary: Rotary | None = None,
-        counters: tuple[Int[Tensor, " B"], Int[Tensor, ""]] | None = None,
+        counters: StepCounters | None = None,
     ) -> Float[Tensor, "B one C"]:
         """y of one more token, without gradients; `state` is advanced in place, so that a CUDA graph can replay it.
 
-        On a GPU the mixer with all projections of x is one launch and attention another. `counters` are an int32 one
-        for each row, 0 between calls, and one of all tokens: give some that stay, or the step makes its own.
+        On a GPU the mixer with all projections of x is one launch and attention another. Give `counters` that stay, or
+        the step makes its own.
         """
         self._check_arguments(x, state, mask, None)
         if isinstance(state.attention, (SoftmaxState, SoftmaxRoom)) or not self.has_step:
             raise ValueError("a step in place needs causal attention with a window or latents; use stream")
         if counters is None:
             arrivals = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
-            counters = arrivals, torch.zeros((), dtype=torch.long, device=x.device)
+            counters = StepCounters(arrivals, torch.zeros((), dtype=torch.long, device=x.device))
         latent_q, latent_k, v, q, k = self._step_inputs(x, state, mask)
         if q is not None and rotary is None and self.rope_theta is not None:
             rotary = make_rotary(state.position.unsqueeze(1), self.window_head_dim, self.rope_theta)

@@ -21,10 +21,11 @@ from transformers.cache_utils import (
     DynamicCache,
 )
 
-from latte.layers import AttentionOutput, AttentionState, LatteAttention, SoftmaxRoom, SoftmaxState
+from latte.layers import AttentionOutput, AttentionState, LatteAttention, SoftmaxRoom, SoftmaxState, StepCounters
 from latte.models.configuration import STATE_LAYER, LatteConfig
 from latte.models.rollback import Recording, Step, map_tensors
 from latte.ops import LatteState, MacchiatoState, WindowState
+from latte.ops.window_state import in_order
 
 
 class StateLayer(CacheLayerMixin):
@@ -142,7 +143,10 @@ class StateLayer(CacheLayerMixin):
 
 
 class StaticStateLayer(StateLayer):
-    """A state in tensors that stay where they are; full attention has room for `max_cache_len` tokens."""
+    """A state in tensors that stay where they are; full attention has room for `max_cache_len` tokens.
+
+    The window's positions are a ring, in which a step writes one.
+    """
 
     is_compileable = True
     is_croppable = False
@@ -152,13 +156,15 @@ class StaticStateLayer(StateLayer):
         self.max_cache_len = max_cache_len
         self.seen = torch.zeros((), dtype=torch.long)
         self.arrivals = torch.zeros(0, dtype=torch.int32)  # a counter of the step in place, for each row
+        self.turn = torch.zeros(0, dtype=torch.int32)  # where the ring begins, for each row
         self.fresh = True
 
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
         tokens = step.x.shape[1]
         if self.state is not None and not self.fresh:
             if attention.has_step and self._steps(step):
-                return attention.step_(step.x, self.state, step.mask, step.rotary, (self.arrivals, self.seen))
+                counters = StepCounters(self.arrivals, self.seen, self.turn)
+                return attention.step_(step.x, self.state, step.mask, step.rotary, counters)
             if isinstance(self.state.attention, SoftmaxRoom) and attention.causal and step.cu_seqlens is None:
                 self._check_room(tokens)
                 y = attention.extend_(step.x, self.state, self.seen, step.mask, step.rotary)
@@ -176,11 +182,20 @@ class StaticStateLayer(StateLayer):
         return self._plain_state(int(self.seen))
 
     def _plain_state(self, positions: int | None = None) -> AttentionState | None:
-        """The state with, in place of a room, its first `positions` keys and values, by default all."""
-        if self.state is None or not isinstance(self.state.attention, SoftmaxRoom):
+        """The state as a stream takes it: positions in order, of a room its first `positions`, by default all."""
+        state = self._state_in_order()
+        if state is None or not isinstance(state.attention, SoftmaxRoom):
+            return state
+        held = state.attention.state()
+        return state._replace(attention=map_tensors(lambda x: x[:, :positions], held))
+
+    def _state_in_order(self) -> AttentionState | None:
+        """The state with the oldest of the window's positions first."""
+        held = None if self.state is None else self.state.attention
+        if self.state is None or not isinstance(held, (WindowState, MacchiatoState)):
             return self.state
-        held = self.state.attention.state()
-        return self.state._replace(attention=map_tensors(lambda x: x[:, :positions], held))
+        window = in_order(WindowState(held.keys, held.values, held.valid), self.turn)
+        return self.state._replace(attention=held._replace(**window._asdict()))
 
     def _fill_room(self, new: SoftmaxState, tokens: int) -> SoftmaxRoom:
         """The room, with the last `tokens` keys and values in their places."""
@@ -213,6 +228,7 @@ class StaticStateLayer(StateLayer):
         for buffer, tensor in zip(tensors(self.state), tensors(state), strict=True):
             if buffer is not tensor:
                 buffer.copy_(tensor)
+        self.turn.zero_()
 
     def _allocate(self, state: AttentionState) -> None:
         def copied(part: Any) -> Any:
@@ -222,10 +238,10 @@ class StaticStateLayer(StateLayer):
 
         self.state = AttentionState(*map(copied, state))
         self.seen = self.seen.to(state.position.device)
-        self.arrivals = torch.zeros_like(state.position, dtype=torch.int32)
+        self.arrivals, self.turn = (torch.zeros_like(state.position, dtype=torch.int32) for _ in range(2))
         self.is_initialized = True
         if not torch.compiler.is_compiling():
-            for buffer in (self.seen, self.arrivals, *tensors(self.state)):
+            for buffer in (self.seen, self.arrivals, self.turn, *tensors(self.state)):
                 torch._dynamo.mark_static_address(buffer)
 
     def activate_past_recording(self) -> None:
@@ -255,7 +271,7 @@ class StaticStateLayer(StateLayer):
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is None:
             return
-        moved = map_tensors(function, self.state)
+        moved = map_tensors(function, self._state_in_order())
         if moved.position.shape != self.state.position.shape:  # another batch: other tensors
             self.state = None
         self._store(moved)

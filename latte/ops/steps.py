@@ -17,16 +17,21 @@ from latte.ops.convolution import short_conv
 from latte.ops.recurrence import rglru
 from latte.ops.rotary import apply_rotary
 from latte.ops.states import LatteState, MacchiatoState, WindowState, accumulation_dtype
+from latte.ops.window_state import in_order
 
 Rotary = tuple[Float[Tensor, "_ one half"], Float[Tensor, "_ one half"]]
 
 
 class Place(NamedTuple):
-    """What heads share besides validity: how many tokens came, and a counter that is 0 between calls."""
+    """What heads share besides validity: how many tokens came, and a counter that is 0 between calls.
+
+    With `turn` the window is a ring, and the token takes the place of the oldest position; else all move up by one.
+    """
 
     position: Int[Tensor, " B"]  # real tokens of each row
     arrivals: Int[Tensor, " B"]  # int32
     seen: Int[Tensor, ""]  # tokens, real or not
+    turn: Int[Tensor, " B"] | None = None  # int32: where each row's oldest position is
 
 
 class RGLRUWeights(NamedTuple):
@@ -66,8 +71,9 @@ def mixture_step_(
 ) -> Float[Tensor, "B one H D"]:
     """`latte_attention`, `window_attention` or `macchiato_attention` of one token, by which parts are given.
 
-    `rotary` (cos, sin) turns the window's query and key. The window is one longer than the state's positions. Logits of
-    latents may come in parts that are to be added up, as `input_step_` leaves them.
+    `rotary` (cos, sin) turns the window's query and key. The window is one longer than the state's positions, which
+    are a ring if `place` has a turn. Logits of latents may come in parts that are to be added up, as `input_step_`
+    leaves them.
     """
     if v.shape[1] != 1:
         raise ValueError(f"v has {v.shape[1]} tokens; a step takes 1: use the operation itself for more")
@@ -94,9 +100,13 @@ def mixture_step_(
 
                 dtype = accumulation_dtype(q, k, v, window_q, window_k)
                 y = mixture_step(
-                    q, k, v, window_q, window_k, latents, past, scale=factor, softcap=softcap, mask=mask, dtype=dtype
-                )
+                    q, k, v, window_q, window_k, latents, past, place.turn, scale=factor, softcap=softcap, mask=mask,
+                    dtype=dtype,
+                )  # fmt: skip
             else:
+                if place.turn is not None and past is not None:
+                    write(past, in_order(past, place.turn))
+                    place.turn.zero_()
                 y, after = _run(q, k, v, window_q, window_k, state, {"mask": mask, "backend": name}, factor, softcap)
                 write(state, after)
             place.position.add_(1 if mask is None else mask[:, 0].to(place.position.dtype))

@@ -83,6 +83,16 @@ def _valid_only(keys: Tensor, values: Tensor, valid: Tensor) -> WindowState:
     return WindowState(keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0), valid)
 
 
+def in_order(window: WindowState, turn: Tensor) -> WindowState:
+    """A window kept as a ring, of whose positions each row's oldest is at `turn` [B], with the oldest first."""
+    slots = window.valid.shape[1]
+    if slots == 0:
+        return window
+    place = (turn[:, None] + torch.arange(slots, device=turn.device)) % slots
+    row = torch.arange(len(turn), device=turn.device)[:, None]
+    return WindowState(*(part[row, place] for part in window))
+
+
 def _last(past: Tensor, new: Tensor, slots: int) -> Tensor:
     tokens = new.shape[1]
     return torch.cat([past[:, tokens:], new[:, max(tokens - slots, 0) :]], dim=1)

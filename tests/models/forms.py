@@ -67,5 +67,5 @@ def assert_same_cache(actual: Cache, expected: Cache, atol: float = 1e-5) -> Non
     """Both have read as much, and hold the same."""
     assert int(actual.get_seq_length()) == int(expected.get_seq_length())
     for left, right in zip(actual.layers, expected.layers, strict=True):
-        for a, b in zip(tensors(left.state), tensors(right.state), strict=True):
+        for a, b in zip(tensors(left.movable_state()), tensors(right.movable_state()), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)

@@ -15,6 +15,7 @@ from latte.ops.steps import (
     rglru_step_,
     short_conv_step_,
 )
+from latte.ops.window_state import in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
 
@@ -89,6 +90,37 @@ def test_step_is_the_operation_on_one_token(form, slots, groups, masked, backend
         assert_close(flat(state), flat(expected_state))
         assert_close(place, expected_place)
     assert addresses == [x.data_ptr() for x in flat(state)]
+
+
+def in_order_of(state, turn):
+    window = in_order(WindowState(state.keys, state.values, state.valid), turn)
+    return state._replace(**window._asdict())
+
+
+@pytest.mark.parametrize(("form", "slots"), [form for form in FORMS if form[0] != "latte"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_a_ring_holds_what_a_moving_window_does(form, slots, masked, backend, device, monkeypatch):
+    """Past its end too, and it begins anywhere; a token is written to one position of it, and the others stay."""
+    from latte.ops.triton import steps
+
+    monkeypatch.setattr(steps, "ELEMENTS", 256)
+    mask = torch.tensor([[True], [False]], device=device) if masked else None
+    ring, begin = make_state(form, 2, slots, device), max(slots - 2, 0)
+    turn = torch.full((B,), begin, dtype=torch.int32, device=device)
+    moving, place = copies(in_order_of(ring, turn)), make_place(device)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        tokens = [None if x is None else torch.randn(x.shape, generator=generator).to(device)
+                  for x in make_tokens(form, 2, device)]  # fmt: skip
+        before = ring.keys.clone()
+        expected = mixture_step_(*tokens, moving, make_place(device), mask=mask, backend="reference")
+        actual = mixture_step_(*tokens, ring, place._replace(turn=turn), mask=mask, backend=backend)
+        assert_close(actual, expected)
+        assert_close(flat(in_order_of(ring, turn)), flat(moving))
+        if slots and backend != "reference":
+            assert turn.tolist() == [(begin + step + 1) % slots] * B
+            assert ((ring.keys != before).flatten(2).any(dim=2).sum(dim=1) <= 1).all()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

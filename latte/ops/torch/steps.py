@@ -14,6 +14,7 @@ def mixture_step(
     window_k: Tensor | None,
     latents: LatteState | None,
     past: WindowState | None,
+    turn: Tensor | None,
     *,
     scale: float,
     softcap: float | None,
@@ -28,7 +29,10 @@ def mixture_step(
     if past is not None and window_q is not None and window_k is not None:
         key = window_k[:, 0] if mask is None else window_k[:, 0].masked_fill(~mask[..., None], 0.0)
         local = window_mean(window_q[:, 0], key, value, past, scale, softcap, dtype)
-        move_window(past, key, value, mask)
+        if turn is None:
+            move_window(past, key, value, mask)
+        else:
+            turn_window(past, turn, key, value, mask)
         y = local
     if latents is not None and q is not None and k is not None:
         new = k[:, 0].to(dtype) if mask is None else k[:, 0].to(dtype).masked_fill(~mask[..., None], -torch.inf)
@@ -74,6 +78,18 @@ def move_window(past: WindowState, key: Tensor, value: Tensor, mask: Tensor | No
         kept.copy_(torch.cat([kept[:, 1:], new.unsqueeze(1).to(kept.dtype)], dim=1))
     real = past.valid.new_ones((past.valid.shape[0], 1)) if mask is None else mask
     past.valid.copy_(torch.cat([past.valid[:, 1:], real], dim=1))
+
+
+def turn_window(past: WindowState, turn: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """The token takes the place of the oldest position, which is at `turn` in each row."""
+    slots = past.valid.shape[1]
+    if slots == 0:
+        return
+    place = (torch.arange(len(turn), device=turn.device), turn.long())
+    past.keys.index_put_(place, key.to(past.keys.dtype))
+    past.values.index_put_(place, value.to(past.values.dtype))
+    past.valid.index_put_(place, past.valid.new_ones(len(turn)) if mask is None else mask[:, 0])
+    turn.copy_((turn + 1) % slots)
 
 
 def advance_latents(latents: LatteState, new: Tensor, value: Tensor) -> None:

@@ -11,7 +11,7 @@ from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.steps import mixture_step_kernel
 
 ELEMENTS = 16384  # of the widest tensor a program holds
-MUTATED = ("log_norm", "mean", "keys", "values", "valid", "position", "arrivals", "seen")
+MUTATED = ("log_norm", "mean", "keys", "values", "valid", "position", "arrivals", "seen", "turn")
 
 
 def power(size: int) -> int:
@@ -41,6 +41,7 @@ def mixture_step(
     position: Tensor,
     arrivals: Tensor,
     seen: Tensor,
+    turn: Tensor | None,
     scale: float,
     softcap: float,
 ) -> Tensor:
@@ -63,7 +64,8 @@ def mixture_step(
         "HEADS": heads, "GROUPS": groups, "BG": group, "NUM": latents, "BL": fitting(latents, group * wide),
         "WIDTH": width, "BD": max(16, power(width)), "KEY_WIDTH": max(key_width, 1), "BE": max(16, power(key_width)),
         "SLOTS": slots, "BP": max(16, fitting(slots, wide)), "VALID": power(slots), "LATENTS": q is not None,
-        "WINDOW": window_q is not None, "ROTARY": cos is not None, "MASKED": mask is not None, "CAPPED": softcap > 0,
+        "WINDOW": window_q is not None, "RING": turn is not None, "ROTARY": cos is not None, "MASKED": mask is not None,
+        "CAPPED": softcap > 0,
         "PRECISION": "tf32x3" if v.dtype == torch.float32 else "tf32", "ROWS": max(16, group), "num_warps": 8,
     }  # fmt: skip
     strides = [step for x in (q, k) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
@@ -71,7 +73,7 @@ def mixture_step(
     launch(
         mixture_step_kernel, batch * value_heads,
         *(_rows(x) for x in (q, k, v, window_q, window_k)), cos, sin, mask, log_norm, mean, keys, values, valid,
-        position, arrivals, seen, y, *strides, 0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
+        position, arrivals, seen, turn, y, *strides, 0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
         0 if mask is None else mask.stride(0), scale, softcap or 1.0, **options,
     )  # fmt: skip
     return y

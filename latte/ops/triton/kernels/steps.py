@@ -1,7 +1,7 @@
 """Kernels for one more token: states are advanced where they lie.
 
-Each program owns what it overwrites: the window and latents of one value head. Only validity and position belong to
-all heads of a row; the program that comes last moves them on, when all others have read them.
+Each program owns what it overwrites: the window and latents of one value head. Only validity, position and turn belong
+to all heads of a row; the program that comes last moves them on, when all others have read them.
 """
 
 import triton
@@ -39,12 +39,14 @@ def load_parts(at, part, keep, other, PARTS: tl.constexpr):
 
 @triton.jit
 def mixture_step_kernel(
-    q, k, v, wq, wk, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, seen_tokens, y,
+    q, k, v, wq, wk, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, seen_tokens, turn,
+    y,
     q_row, q_part, q_head, k_row, k_part, k_head, v_row, v_head, wq_row, wq_head, wk_row, wk_head, cos_row, mask_row,
     scale, softcap, PARTS: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, NUM: tl.constexpr, BL: tl.constexpr,
     WIDTH: tl.constexpr, BD: tl.constexpr, KEY_WIDTH: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
-    BP: tl.constexpr, VALID: tl.constexpr, LATENTS: tl.constexpr, WINDOW: tl.constexpr, ROTARY: tl.constexpr,
+    BP: tl.constexpr, VALID: tl.constexpr, LATENTS: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
+    ROTARY: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y [G D] of one token for the G heads that share a value head, whose state moves on by that token."""
@@ -77,6 +79,9 @@ def mixture_step_kernel(
         old_keys = tl.load(key_at, mask=keep[:, None] & inside_e[None, :], other=0.0)
         old_values = tl.load(value_at, mask=keep[:, None] & inside_d[None, :], other=0.0)
         seen = tl.load(valid_at, mask=keep, other=0)
+        oldest = 0
+        if RING:
+            oldest = tl.load(turn + row)
     if LATENTS:
         l = tl.arange(0, BL)
         q_at = q + row * q_row + (first + g) * q_head
@@ -131,11 +136,15 @@ def mixture_step_kernel(
                 old_keys = tl.load(key_at, mask=keep[:, None] & inside_e[None, :], other=0.0)
                 old_values = tl.load(value_at, mask=keep[:, None] & inside_d[None, :], other=0.0)
                 seen = tl.load(valid_at, mask=keep, other=0)
-            tl.debug_barrier()  # what is overwritten has been read by all
-            tl.store(here_key - VALUE_HEADS * KEY_WIDTH, keys_now, mask=moved[:, None] & inside_e[None, :])
-            tl.store(here_value - VALUE_HEADS * WIDTH, values_now, mask=moved[:, None] & inside_d[None, :])
+            if not RING:
+                tl.debug_barrier()  # what is overwritten has been read by all
+                tl.store(here_key - VALUE_HEADS * KEY_WIDTH, keys_now, mask=moved[:, None] & inside_e[None, :])
+                tl.store(here_value - VALUE_HEADS * WIDTH, values_now, mask=moved[:, None] & inside_d[None, :])
         if SLOTS > 0:
             last = base + (SLOTS - 1) * VALUE_HEADS
+            if RING:
+                last = base + oldest * VALUE_HEADS
+                tl.debug_barrier()  # the oldest has been read by all
             last_key = keys + last * KEY_WIDTH + e
             tl.store(last_key[None, :], key.to(keys.dtype.element_ty), mask=inside_e[None, :])
             tl.store(values + last * WIDTH + d, narrow.to(values.dtype.element_ty), mask=inside_d)
@@ -183,7 +192,10 @@ def mixture_step_kernel(
         tl.store(position + row, tl.load(position + row) + real.to(tl.int64))
         if row == 0:
             tl.store(seen_tokens, tl.load(seen_tokens) + 1)
-        if WINDOW and SLOTS > 0:
+        if RING and SLOTS > 0:
+            tl.store(valid + row * SLOTS + oldest, real)
+            tl.store(turn + row, (oldest + 1) % SLOTS)
+        elif WINDOW and SLOTS > 0:
             p = tl.arange(0, VALID)
             following = tl.load(valid + row * SLOTS + p + 1, mask=p + 1 < SLOTS, other=0)
             tl.debug_barrier()
