@@ -38,6 +38,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, **_: Any) -> None:
         super().__init__()
         self.state: AttentionState | None = None
+        self.counters: StepCounters | None = None
         self.seen = 0
         self.record_past = False
         self.recording: Recording | None = None
@@ -45,7 +46,7 @@ class StateLayer(CacheLayerMixin):
     def advance(self, attention: LatteAttention, step: Step) -> Tensor:
         """The attention's output for the next tokens; the state moves on."""
         if self.recording is None and self.state is not None and attention.has_step and self._steps(step):
-            y = attention.step_(step.x, self.state, step.mask, step.rotary)
+            y = attention.step_(step.x, self.state, step.mask, step.rotary, self._step_counters(self.state))
         elif self.recording is None:
             y, self.state = run(attention, step, self.state)
         else:
@@ -61,6 +62,15 @@ class StateLayer(CacheLayerMixin):
         if self.state is None or step.x.shape[1] != 1 or step.cu_seqlens is not None or torch.is_grad_enabled():
             return False
         return not isinstance(self.state.attention, SoftmaxState) and all(map(may_be_written, tensors(self.state)))
+
+    def _step_counters(self, state: AttentionState) -> StepCounters:
+        """Those of the step before, if they still fit: to make them takes two launches a layer and token."""
+        known, rows = self.counters, state.position
+        fits = known is not None and known.arrivals.shape == rows.shape and known.seen.device == rows.device
+        if known is None or not fits or not all(map(may_be_written, tensors(known))):
+            arrivals = torch.zeros_like(rows, dtype=torch.int32)
+            known = self.counters = StepCounters(arrivals, torch.zeros((), dtype=torch.long, device=rows.device))
+        return known
 
     def activate_past_recording(self) -> None:
         """From now on remember enough to take tokens back with `crop`."""
@@ -314,7 +324,7 @@ def cache_bytes(cache: Cache | None) -> int:
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, (tuple, list)):
+    elif isinstance(tree, (tuple, list)) and not isinstance(tree, StepCounters):  # which remember nothing
         for part in tree:
             yield from _tensors_in(part)
 

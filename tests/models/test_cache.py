@@ -297,3 +297,22 @@ def test_one_token_is_written_in_place_unless_someone_needs_the_state_as_it_is(f
         assert same == (reading is torch.no_grad)
         if reading is torch.enable_grad:
             loss.backward()  # what it needs is as it was
+
+
+@pytest.mark.parametrize("form", STATE_FORMS)
+def test_counters_of_steps_are_made_once_unless_they_do_not_fit(form):
+    model, tokens = make_model(form), make_tokens(2, LENGTH)
+    cache = DynamicCache(config=model.config)
+    made = []
+    for reading, select in ((torch.inference_mode, None), (torch.inference_mode, None), (torch.no_grad, [1])):
+        with reading():
+            if select is not None:  # of what was made in inference mode, by a batch of another size
+                cache.batch_select_indices(torch.tensor(select))
+                model(tokens[:1, :2], past_key_values=cache)
+            elif not made:
+                model(tokens, past_key_values=cache)
+            model(tokens[: 1 if select else 2, :1], past_key_values=cache)
+        made.append(cache.layers[0].counters)
+    assert made[0] is made[1] is not None
+    assert made[2] is not made[1]
+    assert made[2].arrivals.tolist() == [0]
