@@ -20,6 +20,8 @@ BESIDE = (  # files that go with the weights unchanged: the tokenizer's, its cha
     "sentencepiece*", "chat_template*", "additional_chat_templates/*", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # Transformers' and GGUF's words
+
 
 @dataclass(frozen=True)
 class Source:
@@ -72,8 +74,13 @@ class Source:
 
     def _tokenizer_from_gguf(self, gguf_file: str) -> Any:
         """Transformers makes a tokenizer of the file's vocabulary; whether texts begin with BOS, the file says."""
+        metadata = check_architecture(self.folder / gguf_file)
         tokenizer = AutoTokenizer.from_pretrained(self.folder, gguf_file=gguf_file)
-        if check_architecture(self.folder / gguf_file).get("tokenizer.ggml.add_bos_token"):
+        for name, word in SPECIAL_TOKENS.items():  # which Transformers 5.17 does not read
+            index = metadata.get(f"tokenizer.ggml.{word}_token_id")
+            if index is not None and getattr(tokenizer, f"{name}_token_id") != index:
+                tokenizer.add_special_tokens({f"{name}_token": tokenizer.convert_ids_to_tokens(index)})
+        if metadata.get("tokenizer.ggml.add_bos_token"):
             tokenizer.add_bos_token = True
         return tokenizer
 

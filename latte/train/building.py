@@ -22,6 +22,7 @@ from latte.models import (
     LatteForPairClassification,
     LatteForSequenceClassification,
 )
+from latte.models.recomputation import recompute_layers
 from latte.tasks.base import Head, TaskData
 from latte.train.distributed import world_size
 from latte.train.lora import FILE as LORA_FILE
@@ -46,7 +47,7 @@ def make_model(settings: RunSettings, data: TaskData, checkpoint: Path | None) -
     if checkpoint is not None and (checkpoint / LORA_FILE).is_file():
         put_back_bases(model, checkpoint)
     if settings.checkpoint_layers:
-        model.gradient_checkpointing_enable()
+        recompute_layers(model)
     choose_trainable(model, settings.trainable)
     if settings.precision == "bf16":
         narrow_frozen(model, settings.frozen_dtype)

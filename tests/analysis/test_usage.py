@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from latte import LatteForPairClassification, LatteForSeq2SeqLM
 from latte.analysis.usage import COLLAPSE_THRESHOLD, LayerUsage, UsageMeter, merge_usage
 from latte.layers import LatteAttention
+from latte.models.recomputation import recompute_layers
 from tests.analysis.small import HEADS, LATENTS, LAYERS, make_model, make_tokens, slow_logits
 
 B, T = 2, 29
@@ -132,7 +133,7 @@ def test_results_and_gradients_are_what_they_were():
 def test_checkpointing_counts_once():
     model, ids = make_model().train(), make_tokens(B, T)
     expected = measured(model, ids, use_cache=False)
-    model.gradient_checkpointing_enable()
+    recompute_layers(model)
     with UsageMeter(model) as meter:
         model(ids, labels=ids).loss.backward()
     assert_same_usage(meter.layers(), expected)

@@ -18,7 +18,7 @@ NAMES = {
     "up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-TOKENS = ["<pad>", "<bos>", "<eos>", *(chr(code) for code in range(33, 127)), "ab"]
+TOKENS = ["<pad>", "<bos>", "<eos>", *(chr(code) for code in range(33, 127)), "ab", "cd"]
 
 
 def write_gguf(path, model, *, bos=True):
@@ -38,7 +38,7 @@ def write_gguf(path, model, *, bos=True):
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # of one, Transformers 5.17 makes its characters
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
@@ -75,6 +75,8 @@ def test_a_gguf_file_is_converted(model, tmp_path):
         torch.testing.assert_close(converted(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("x!")["input_ids"] == [1, TOKENS.index("x"), TOKENS.index("!")]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    assert tokenizer("x<eos>")["input_ids"] == [1, TOKENS.index("x"), 2]
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from latte.convert import convert, new_parameters
 from latte.convert.latents import output_size
 from latte.models.converted_attention import ConvertedAttention
+from latte.models.recomputation import recompute_layers
 from latte.ops import macchiato_attention, window_attention
 from tests.convert.sources import FAMILIES, LATENTS, VOCABULARY, disturb_latents, make_source, make_tokens
 
@@ -127,7 +128,7 @@ def test_gradient_checkpointing_changes_nothing(family):
         return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
     expected = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model, {"use_reentrant": False})
     actual = gradients()
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache
 
 from latte import LatteConfig, LatteForSeq2SeqLM
+from latte.models.recomputation import recompute_layers
 from tests.models.small import (
     FORMS,
     HEADS,
@@ -301,7 +302,7 @@ def test_gradient_checkpointing():
     gradients = []
     for reentrant in (None, False, True):
         if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            recompute_layers(model, {"use_reentrant": reentrant})
         model.zero_grad()
         model(source, labels=labels).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
