@@ -146,41 +146,40 @@ def _past_gradient(dy: Tensor, weight: Tensor, mask: Tensor | None, past: Tensor
 FORWARD, BACKWARD = Cookbook(), Cookbook()
 
 
+def _plain(*inputs: Tensor | None) -> bool:
+    """Whether a call is nothing but its kernels: of tokens, without mask and packing, everything side by side."""
+    x, weight, bias, mask, past, cu_seqlens = inputs
+    bare = mask is None and cu_seqlens is None and x is not None and x.stride(2) == 1 and x.numel() > 0
+    return bare and all(z is None or z.is_contiguous() for z in (weight, bias, past))
+
+
+def _replay_forward(*inputs: Tensor | None) -> Tensor:
+    """`_forward`, replayed where such a call was seen before."""
+    recipe = FORWARD.find(inputs, (), lambda: ([_forward(*inputs)], [])) if _plain(*inputs) else None
+    return _forward(*inputs) if recipe is None else recipe.run(inputs)[0][0]
+
+
+def _replay_backward(dy: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """`_backward` likewise."""
+    plain = dy.stride(2) == 1 and _plain(*inputs[:2], None, *inputs[2:])
+    recipe = BACKWARD.find((dy, *inputs), (), lambda: (list(_backward(dy, *inputs)), [])) if plain else None
+    return _backward(dy, *inputs) if recipe is None else tuple(recipe.run((dy, *inputs))[0])
+
+
 class Convolution(torch.autograd.Function):
-    """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
+    """The convolution for eager calls."""
 
     @staticmethod
     def forward(ctx, *inputs):
         _save(ctx, inputs, inputs[0])
-
-        def call() -> Tensor:
-            return _forward(*inputs)
-
-        recipe = FORWARD.find(inputs, (), lambda: ([call()], [])) if _plain(*inputs) else None
-        return call() if recipe is None else recipe.run(inputs)[0][0]
+        return _replay_forward(*inputs)
 
     @staticmethod
     def backward(ctx, *gradients):
         (dy,) = gradients
-        inputs = (dy, *ctx.saved_tensors)
-
-        x, weight, mask, past, cu_seqlens = ctx.saved_tensors
-
-        def call() -> list[Tensor]:
-            return list(_backward(dy, x, weight, mask, past, cu_seqlens))
-
-        plain = dy.stride(2) == 1 and _plain(x, weight, None, mask, past, cu_seqlens)
-        recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
-        dx, dweight, dbias = call() if recipe is None else recipe.run(inputs)[0]
-        dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if ctx.needs_input_grad[4] else None
-        return _finish(ctx, dx, dweight, dbias, dpast)
-
-
-def _plain(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call is nothing but its kernels: of tokens, without mask and packing, everything side by side."""
-    weight, bias, mask, past, cu_seqlens = others
-    bare = mask is None and cu_seqlens is None and x.stride(2) == 1 and x.numel() > 0
-    return bare and all(z is None or z.is_contiguous() for z in (weight, bias, past))
+        x, *others = ctx.saved_tensors
+        dx, dweight, dbias = _replay_backward(dy, x, *others)
+        return _finish(ctx, dx, dweight, dbias, _past_gradient(dy, *others) if ctx.needs_input_grad[4] else None)
 
 
 @torch.library.custom_op("latte::short_conv_triton_forward", mutates_args=())
@@ -188,7 +187,7 @@ def short_conv_triton_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, past: Tensor, cu_seqlens: Tensor | None
 ) -> Tensor:
     """y of the convolution, given the K − 1 inputs before each sequence."""
-    return _forward(x, weight, bias, mask, past, cu_seqlens)
+    return _replay_forward(x, weight, bias, mask, past, cu_seqlens)
 
 
 @short_conv_triton_forward.register_fake
@@ -210,7 +209,8 @@ def short_conv_triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias (in float32) and, if `through_past`, of the past."""
     dpast = _past_gradient(dy, weight, mask, past, cu_seqlens) if through_past else torch.zeros_like(past)
-    return *_backward(dy, x, weight, mask, past, cu_seqlens), dpast
+    dx, dweight, dbias = _replay_backward(dy, x, weight, mask, past, cu_seqlens)
+    return dx, dweight, dbias, dpast
 
 
 @short_conv_triton_backward.register_fake
