@@ -15,14 +15,32 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import latte.ops.triton
-from latte.ops import latte_attention, macchiato_attention, rglru, short_conv, window_attention
+from latte.ops import (
+    LatteState,
+    MacchiatoState,
+    latte_attention,
+    linear_cross_entropy,
+    macchiato_attention,
+    rglru,
+    short_conv,
+    window_attention,
+)
 from latte.ops.gated_recurrence import gated_rglru
+from latte.ops.steps import (
+    LinearWeights,
+    Place,
+    RGLRUWeights,
+    input_step_,
+    mixture_step_,
+    rglru_step_,
+    short_conv_step_,
+)
 from latte.ops.triton import attention, attention_call, call, plan
 from latte.ops.triton.window_tail import copy_tail
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
-WAYS = ("WILD", "FOLD", "TAIL", "SHORT")  # constants by which a kernel is another one
+WAYS = ("WILD", "FOLD", "TAIL", "SHORT", "RING")  # constants by which a kernel is another one
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
@@ -100,6 +118,38 @@ def mixer_calls(tokens: int) -> None:
     short_conv(x, tensor(width, 4, dtype=torch.float32), None, backend="triton").y.sum().backward()
 
 
+@torch.no_grad()
+def step_calls(heads: int) -> None:
+    """One more token with a ring and with a moving window, its mixers, and the rows of a cross entropy."""
+    width, latents, slots, hidden = 96, 16, 127, 96 * heads
+
+    def one(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(1, *shape, dtype=dtype)
+
+    number, exact = torch.zeros(1, dtype=torch.int32), torch.float32
+    window = (*(one(slots, heads, width) for _ in range(2)), one(slots, dtype=torch.bool))
+    state = MacchiatoState(
+        LatteState(one(heads, latents, dtype=exact), one(heads, latents, width, dtype=exact)), *window
+    )
+    logits = [one(16, heads, size, dtype=exact) for size in (latents + 1, latents)]
+    values = [one(1, heads, width) for _ in range(3)]
+    angles = (one(1, width // 2, dtype=exact),) * 2
+    for turn in (None, number):
+        place = Place(number.long(), number, torch.zeros((), dtype=torch.long), turn)
+        mixture_step_(*logits, *values, state, place, rotary=angles, backend="triton")
+    x, vector = one(1, hidden), torch.zeros(hidden)
+    gates = RGLRUWeights(
+        *(part for _ in range(2) for part in (torch.zeros(2, hidden // 2, hidden // 2), vector)), vector
+    )
+    layers = [LinearWeights(torch.zeros(16, hidden, dtype=torch.bfloat16), None) for _ in range(2)]
+    memory = one(hidden, dtype=exact)
+    input_step_(x, gates, memory, layers, layers, backend="triton")
+    rglru_step_(x, *gates, memory, backend="triton")
+    short_conv_step_(x, torch.zeros(hidden, 4), None, one(3, hidden), backend="triton")
+    targets = torch.zeros(7, dtype=torch.long)
+    linear_cross_entropy(torch.zeros(7, 5), torch.zeros(11, 5), targets, backend="triton")
+
+
 if __name__ == "__main__":
     without_a_device()
-    {"attention": attention_calls, "mixers": mixer_calls}[sys.argv[1]](256)
+    {"attention": attention_calls, "mixers": mixer_calls, "steps": step_calls}[sys.argv[1]](int(sys.argv[2]))
