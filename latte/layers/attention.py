@@ -361,7 +361,10 @@ class LatteAttention(nn.Module):
             raise ValueError("positions and rotary are both given; give one, since rotary is made from positions")
         if self.rope_theta is not None:
             if rotary is None:
-                if positions is None:
+                if positions is not None:
+                    rows = 1 if positions.shape[:1] == (1,) else x.shape[0]
+                    check_sizes("positions", positions, "B T", (rows, x.shape[1]))
+                else:
                     before = None if state is None else state.position
                     positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
                 rotary = make_rotary(positions, self.window_head_dim, self.rope_theta)
