@@ -1,6 +1,7 @@
 """`latte generate`: continue a text, token by token, with a state that does not grow."""
 
 import json as jsonlib
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,9 @@ def generate(
         bool | None,
         typer.Option("--sample/--greedy", help="Draw the next token, or take the likeliest.", show_default="greedy"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of drawing, and of a preset's random weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-(2**63), max=2**63 - 1, help="Of drawing, and of a preset's random weights.")
+    ] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run; auto is CUDA where there is one.")
     ] = "auto",
@@ -76,8 +79,10 @@ def choose(
     temperature: float | None, top_k: int | None, top_p: float | None, sample: bool | None
 ) -> dict[str, float | int | bool]:
     """How tokens are chosen, as Transformers' `generate` takes it; raises ValueError for what contradicts itself."""
-    if temperature is not None and not temperature > 0:
-        raise ValueError(f"--temperature {temperature:g}: it must be above 0; for the likeliest token use --greedy")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise ValueError(
+            f"--temperature {temperature:g}: it must be above 0 and finite; for the likeliest token use --greedy"
+        )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"--top-p {top_p:g}: it must be above 0 and at most 1")
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -110,21 +112,31 @@ def load_checkpoint(name: str, path: Path, dtype: str) -> Any:
         raise ValueError(f"MODEL {name}: there is no such preset; did you mean {near[0]!r}?")
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
+        if path.is_dir():
+            why = error.__cause__ if isinstance(error, StrictDataclassError) else error  # whose own words say it twice
+            raise ValueError(f"MODEL {name}: its config.json is none that a model can be made of: {why}") from error
         known = f"presets are {', '.join(PRESETS)}"
         why = " ".join(str(error).split())[:160]
         raise ValueError(f"MODEL {name}: no folder, preset or model that the hub gives ({why} …); {known}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"MODEL {name}: a {config.model_type!r} model does not predict the next token")
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if config.is_encoder_decoder:
+        raise ValueError(f"MODEL {name}: an encoder-decoder writes a target for a source, and does not continue a text")
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"MODEL {name}: it cannot be loaded: {error}") from error
 
 
 def find_tokenizer(name: str, path: Path, vocabulary: int, note: Callable[[str], None]) -> Any:
     """The model's own tokenizer; bytes where there is none."""
-    if path.is_dir() and any((path / file).is_file() for file in TOKENIZER_FILES):
-        return AutoTokenizer.from_pretrained(name)
-    if not path.is_dir() and name not in PRESETS:
-        return AutoTokenizer.from_pretrained(name)
+    has_files = any((path / file).is_file() for file in TOKENIZER_FILES)
+    if has_files if path.is_dir() else name not in PRESETS:
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # of broken files nothing more special is raised
+            raise ValueError(f"MODEL {name}: its tokenizer cannot be read: {error!r}; save it there again") from error
     if vocabulary < BYTES:
         raise ValueError(
             f"MODEL {name}: it has no tokenizer, and its vocabulary of {vocabulary} is too small for bytes; "

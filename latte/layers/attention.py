@@ -14,7 +14,14 @@ from latte.layers.positions import count_tokens, token_positions
 from latte.layers.projections import are_plain, head_width, project, value_heads
 from latte.layers.rotary import apply_rotary, check_rotary
 from latte.layers.rotary import rotary as make_rotary
-from latte.layers.softmax import SoftmaxRoom, SoftmaxState, advance_softmax, extend_softmax_, softmax_attention
+from latte.layers.softmax import (
+    SoftmaxRoom,
+    SoftmaxState,
+    advance_softmax,
+    check_past,
+    extend_softmax_,
+    softmax_attention,
+)
 from latte.ops import (
     LatteState,
     MacchiatoState,
@@ -228,7 +235,7 @@ class LatteAttention(nn.Module):
         if q is not None and rotary is None and self.rope_theta is not None:
             rotary = make_rotary(state.position.unsqueeze(1), self.window_head_dim, self.rope_theta)
         y = mixture_step_(
-            latent_q, latent_k, v, q, k, state.attention, Place(state.position, *counters),
+            latent_q, latent_k, v, q, k, state.attention, Place(state.position, *counters), window=self.window,
             rotary=None if self.window is None or self.rope_theta is None else rotary, scale=self.scale,
             softcap=self.softcap, mask=mask, backend=self.backend,
         )  # fmt: skip
@@ -318,6 +325,8 @@ class LatteAttention(nn.Module):
                 return window_attention(q, k, v, **window, **options)
             if past is not None and not isinstance(past, SoftmaxState):
                 raise ValueError(f"state.attention is {type(past).__name__}; it must be a SoftmaxState")
+            if past is not None:
+                check_past(past, k, v, cu_seqlens)
             y = self._full_attention(q, k, v, past, mask, cu_seqlens)
             return y, advance_softmax(past, k, v, mask, cu_seqlens)
         latent_q, latent_k = self._latent_heads(*project(mixed, self.latent_query, self.latent_key))
@@ -360,7 +369,10 @@ class LatteAttention(nn.Module):
             raise ValueError("positions and rotary are both given; give one, since rotary is made from positions")
         if self.rope_theta is not None:
             if rotary is None:
-                if positions is None:
+                if positions is not None:
+                    rows = 1 if positions.shape[:1] == (1,) else x.shape[0]
+                    check_sizes("positions", positions, "B T", (rows, x.shape[1]))
+                else:
                     before = None if state is None else state.position
                     positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
                 rotary = make_rotary(positions, self.window_head_dim, self.rope_theta)

@@ -80,6 +80,8 @@ class CrossAttention(nn.Module):
         if state is None:
             return summary
         check_kind("state", state, LatteState)
+        axes = "B H L D" if cu_seqlens is None else "N H L D"
+        check_shape("state.mean", state.mean, axes, summary.mean.shape)
         return merge(state, summary)
 
     def forward(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.layers.positions import sequence_numbers
+from latte.ops.checks import check_cu_seqlens, check_shape
 
 
 class SoftmaxState(NamedTuple):
@@ -84,6 +85,13 @@ def softmax_attention(
     return y if mask is None else y.masked_fill(~mask[..., None, None], 0.0)
 
 
+def check_past(state: SoftmaxState, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
+    """Raise ValueError unless `state` has heads and widths as k and v, and a row for each sequence."""
+    rows = check_cu_seqlens(cu_seqlens, k.shape[0])
+    check_shape("state.keys", state.keys, "B S Hv E", (rows, None, *k.shape[2:]))
+    check_shape("state.values", state.values, "B S Hv D", (rows, state.keys.shape[1], *v.shape[2:]))
+
+
 def advance_softmax(
     state: SoftmaxState | None,
     k: Float[Tensor, "B T Hv E"],
@@ -121,6 +129,7 @@ def extend_softmax_(
     read, whatever `seen` is, so that a CUDA graph can be replayed as it grows.
     """
     batch, tokens, heads, width = q.shape
+    check_past(room.state(), k, v)
     place = seen + torch.arange(tokens, device=q.device)
     room.write_(place, advance_softmax(None, k, v, mask))
     visible = room.valid[:, None, None]
@@ -135,7 +144,7 @@ def extend_softmax_(
         y = _capped(q, room.keys, room.values, scale, softcap, visible, triangle=False)
     else:
         y = F.scaled_dot_product_attention(q, room.keys, room.values, visible, scale=scale)
-    y = y.reshape(batch, heads, tokens, -1).transpose(1, 2).to(v.dtype)
+    y = y.reshape(batch, heads, tokens, v.shape[3]).transpose(1, 2).to(v.dtype)
     return y if mask is None else y.masked_fill(~mask[..., None, None], 0.0)
 
 

@@ -337,7 +337,10 @@ def save_cache(cache: Cache, path: str | Path, config: LatteConfig) -> None:
             raise ValueError("the cache has read nothing, or tokens were taken back since; run the model on it first")
         named.update(_named(layer.movable_state(), f"layers.{index}"))
     metadata = {"model_type": config.model_type, "seen": str(int(cache.get_seq_length())), "shape": _shape(config)}
-    save_file({name: tensor.contiguous() for name, tensor in named.items()}, path, metadata=metadata)
+    own = {
+        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()
+    }  # masks are shared
+    save_file(own, path, metadata=metadata)
 
 
 def load_cache(path: str | Path, config: LatteConfig, device: str | torch.device = "cpu") -> DynamicCache:

@@ -1,11 +1,13 @@
 """`LatteConfig`: every variant of the model as settings of one class."""
 
 import copy
+import math
 from dataclasses import field, fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from latte.layers.attention import FEATURE_MAPS
 from latte.layers.checks import check_choice, check_count
@@ -14,6 +16,7 @@ from latte.layers.mixers import MIXERS
 from latte.layers.norms import NORMS
 from latte.layers.projections import head_width, value_heads
 from latte.models.presets import preset_settings
+from latte.ops.checks import check_scores
 
 POSITIONS = ("none", "learned", "sinusoidal")
 POOLINGS = ("mean", "last", "cls")
@@ -199,6 +202,13 @@ class LatteConfig(PreTrainedConfig):
             check_choice("activation", self.activation, ACTIVATIONS)
         if self.positions == "learned" and self.max_position_embeddings is None:
             raise ValueError('positions is "learned" and max_position_embeddings None; it is the number of them')
+        if self.positions == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(f'positions is "sinusoidal" and hidden_size {self.hidden_size}; make it even')
+        check_scores(self.scale, self.softcap)
+        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
+            raise ValueError(
+                f"logits_softcap is {self.logits_softcap}; it must be positive and finite, or None for no cap"
+            )
         self._check_rope()
 
     def _check_inputs(self) -> None:
@@ -217,6 +227,13 @@ class LatteConfig(PreTrainedConfig):
             raise ValueError(
                 f"rope_type is {kind!r} and latents have no rotary positions; set window, or leave rope_parameters out"
             )
+        check_choice("rope_type", kind, dict.fromkeys(["default", *ROPE_INIT_FUNCTIONS]))
         share = given.get("partial_rotary_factor") or 1.0
         if self.has_scores and share != 1.0:
             raise ValueError(f"partial_rotary_factor is {share}; it must be 1: rotary positions turn all channels")
+        width = self.window_head_dim or head_width(self.hidden_size, self.num_heads, self.head_dim)
+        if self.has_scores and width % 2:
+            raise ValueError(
+                f"queries and keys are {width} wide and rotary positions turn pairs of channels; make head_dim, or "
+                "window_head_dim, even"
+            )

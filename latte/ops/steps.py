@@ -63,6 +63,7 @@ def mixture_step_(
     state: LatteState | MacchiatoState | WindowState,
     place: Place,
     *,
+    window: int | None = None,
     rotary: Rotary | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -72,12 +73,13 @@ def mixture_step_(
     """`latte_attention`, `window_attention` or `macchiato_attention` of one token, by which parts are given.
 
     `rotary` (cos, sin) turns the window's query and key. The window is one longer than the state's positions, which
-    are a ring if `place` has a turn. Logits of latents may come in parts that are to be added up, as `input_step_`
-    leaves them.
+    are a ring if `place` has a turn; give `window` to have that checked. Logits of latents may come in parts that are
+    to be added up, as `input_step_` leaves them.
     """
     if v.shape[1] != 1:
         raise ValueError(f"v has {v.shape[1]} tokens; a step takes 1: use the operation itself for more")
     checks.check_scores(scale, softcap)
+    _check_state(q, k, v, window_k, state, window)
     latents: LatteState | None = state if isinstance(state, LatteState) else getattr(state, "latents", None)
     past = None if isinstance(state, LatteState) else WindowState(state.keys, state.values, state.valid)
     factor: float = scale if scale is not None else 1.0 if window_q is None else window_q.shape[-1] ** -0.5
@@ -114,6 +116,37 @@ def mixture_step_(
             return y
 
 
+def _check_state(
+    q: Tensor | None, k: Tensor | None, v: Tensor, window_k: Tensor | None, state: Any, window: int | None
+) -> None:
+    """The state must be of the parts given, and of their sizes: it is written to, by kernels that look no further."""
+    checks.check_kind("state", state, LatteState if window_k is None else WindowState if q is None else MacchiatoState)
+    batch, _, value_heads, width = v.shape
+    if q is not None and k is not None:
+        latents, name = (state, "state") if window_k is None else (state.latents, "state.latents")
+        sizes = (batch, q.shape[2], k.shape[3], width)
+        _check_sizes(f"{name}.log_norm", latents.log_norm, "B H L", sizes[:3])
+        _check_sizes(f"{name}.mean", latents.mean, "B H L D", sizes)
+    if window_k is not None:
+        slots = state.valid.shape[1] if window is None else window - 1
+        _check_sizes("state.valid", state.valid, "B w-1", (batch, slots))
+        _check_sizes("state.keys", state.keys, "B w-1 Hv E", (batch, slots, value_heads, window_k.shape[3]))
+        _check_sizes("state.values", state.values, "B w-1 Hv D", (batch, slots, value_heads, width))
+
+
+def _check_memory(x: Tensor, taps: Tensor | None, state: Tensor) -> None:
+    """The same of a mixer's state: the recurrence's, or that of a convolution with `taps`."""
+    if taps is None:
+        _check_sizes("state", state, "B W", (x.shape[0], x.shape[2]))
+    else:
+        _check_sizes("state", state, "B K-1 W", (x.shape[0], taps.shape[1] - 1, x.shape[2]))
+
+
+def _check_sizes(name: str, tensor: Tensor, legend: str, sizes: tuple[int, ...]) -> None:
+    if tensor.shape != sizes:  # a step is short, and so is this
+        checks.check_sizes(name, tensor, legend, sizes)
+
+
 def _run(q, k, v, window_q, window_k, state, options, scale, softcap) -> Any:
     """The operation whose step it is."""
     if isinstance(state, LatteState):
@@ -141,6 +174,7 @@ def rglru_step_(
         case "triton":
             from latte.ops.triton.input_steps import rglru_step
 
+            _check_memory(x, None, state)
             return rglru_step(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state)
         case name:
             blocks = x[:, 0].unflatten(1, (a_weight.shape[0], -1)).transpose(0, 1)  # [N B size]
@@ -167,6 +201,7 @@ def short_conv_step_(
         case "triton":
             from latte.ops.triton.input_steps import short_conv_step
 
+            _check_memory(x, weight, state)
             return short_conv_step(x, weight, bias, mask, state)
         case name:
             y, after = short_conv(x, weight, bias, mask=mask, state=state, backend=name)
@@ -195,6 +230,8 @@ def input_step_(
     if checks.backend_for(backend, x.device) == "triton" and x.shape[0] <= ROWS_AT_ONCE and _alike(x, mixed, plain):
         from latte.ops.triton.input_steps import input_step
 
+        if mixer is not None and state is not None:
+            _check_memory(x, mixer.weight if isinstance(mixer, ConvolutionWeights) else None, state)
         gates = [part.contiguous() for part in mixer] if isinstance(mixer, RGLRUWeights) else []
         taps = [part for part in mixer if part is not None] if isinstance(mixer, ConvolutionWeights) else []
         weights = [[layer.weight for layer in layers] for layers in (mixed, plain)]

@@ -1,13 +1,15 @@
 """`latte generate`: what goes to stdout and to stderr, and what it says of bad input."""
 
 import json
+import shutil
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 import torch
 
 from latte.cli import generate, generation, main
-from latte.models import LatteConfig, LatteForCausalLM
+from latte.models import LatteConfig, LatteForCausalLM, LatteForSeq2SeqLM
 from tests.cli.test_command import error_line
 
 WORDS = ["<unk>", "a", "cup", "of", "latte", "with", "milk", "please"]
@@ -123,7 +125,9 @@ def test_a_cache_that_grows_is_said_to(capsys):
         (["latte-tiny", "--file", "/nowhere/at/all"], ["--file /nowhere/at/all"]),
         (["latte-tiny", "--prompt", "x", "--greedy", "--top-k", "3"], ["--greedy", "--top-k"]),
         (["latte-tiny", "--prompt", "x", "--temperature", "0"], ["--temperature 0", "--greedy"]),
+        (["latte-tiny", "--prompt", "x", "--temperature", "inf"], ["--temperature inf", "finite"]),
         (["latte-tiny", "--prompt", "x", "--top-p", "1.5"], ["--top-p 1.5", "at most 1"]),
+        (["latte-tiny", "--prompt", "x", "--seed", "9" * 20], ["--seed", "less than or equal to"]),
         (["latte-tiny", "--prompt", "x", "--max-new-tokens", "0"], ["--max-new-tokens", "equal to 1"]),
         (["latte-tiny", "--prompt", "x", "--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
         (["latte-tinny", "--prompt", "x"], ["latte-tinny", "'latte-tiny'"]),
@@ -160,6 +164,43 @@ def test_a_model_that_predicts_nothing(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}), encoding="utf-8")
     assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
     assert "'vit' model does not predict the next token" in error_line(capsys)
+
+
+def test_an_encoder_decoder_continues_nothing(tmp_path, capsys):
+    LatteForSeq2SeqLM(LatteConfig(**SIZES)).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert "an encoder-decoder" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"window": 0}, ["config.json", "window is 0"]),
+        ({"window": "wide"}, ["config.json", "'window'", "'wide'"]),
+        ({"rope_parameters": {"rope_type": "spiral"}}, ["config.json", "rope_type is 'spiral'"]),
+        ({"num_latents": 2}, ["cannot be loaded", "report"]),
+    ],
+)
+def test_a_folder_whose_settings_are_wrong(settings, words, folder, tmp_path, capsys):
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
+    (copied / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")
+    assert main(["generate", str(copied), "--prompt", "x"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert all(word in line for word in [str(copied), *words]), line
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("model.safetensors", "cannot be loaded"), ("tokenizer.json", "tokenizer")]
+)
+def test_a_folder_with_a_broken_file(file, words, with_tokenizer, tmp_path, capsys):
+    copied = Path(shutil.copytree(with_tokenizer, tmp_path / "model"))
+    (copied / file).write_bytes(b"{}")
+    assert main(["generate", str(copied), "--prompt", "a cup"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert str(copied) in line
+    assert words in line
 
 
 def test_a_name_that_the_hub_does_not_give(monkeypatch, capsys):

@@ -119,6 +119,9 @@ def test_rotary_stands_for_positions(form):
     y = layer(x, positions=positions)
     assert torch.equal(layer(x, rotary=rotary(positions, layer.window_head_dim, layer.rope_theta)), y)
     assert not torch.allclose(y, layer(x))
+    for wrong in (positions[:, :5], positions[:2]):
+        with pytest.raises(ValueError, match=r"positions has shape .*; it must be \[B=3, T=29\]"):
+            layer(x, positions=wrong)
     with pytest.raises(ValueError, match="positions and rotary are both given"):
         layer(x, positions=positions, rotary=rotary(positions, layer.window_head_dim))
     with pytest.raises(ValueError, match=r"rotary has 7 angles for heads of width 22; it must have .* 11"):

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from latte.layers import CrossAttention
-from latte.ops import latte_attention
+from latte.ops import LatteState, latte_attention
 from tests.layers.forms import randomize, summary_twin
 
 B, T, S, HIDDEN, SOURCE, HEADS, VALUE_HEADS, LATENTS, WIDTH = 3, 5, 19, 14, 11, 6, 2, 7, 13
@@ -181,6 +181,12 @@ def test_packed_pairs_are_as_they_are_alone(masked):
     assert_close(grads, torch.autograd.grad(expected, leaves, pull), rtol=1e-9, atol=1e-9)
     twice = layer.summarize(source, mask, state, torch.tensor(sources))
     assert_close(layer(x, twice, torch.tensor(targets)), y, **TIGHT)
+
+
+def test_summaries_of_another_layer_are_refused():
+    layer, (_, source, _) = make_layer(), make_inputs()
+    with pytest.raises(ValueError, match=r"state.mean has shape \[3, 6, 2, 13\]; it must be \[B=3, H=6, L=7, D=13\]"):
+        layer.summarize(source, state=LatteState(torch.zeros(3, 6, 2), torch.zeros(3, 6, 2, 13)))
 
 
 def test_packed_pairs_must_be_pairs():

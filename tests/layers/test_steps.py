@@ -37,3 +37,25 @@ def test_full_and_bidirectional_attention_have_no_step():
         _, state = layer.stream(make_inputs(3))
         with pytest.raises(ValueError, match="a step in place needs causal attention with a window or latents"):
             layer.step_(torch.zeros(B, 1, HIDDEN, dtype=torch.float64), state)
+
+
+@pytest.mark.parametrize(
+    ("form", "other", "settings", "message"),
+    [
+        ("latte", "macchiato", {}, "state is MacchiatoState; it must be a LatteState"),
+        ("macchiato", "latte", {}, "state is LatteState; it must be a MacchiatoState"),
+        ("window", "macchiato", {}, "state is MacchiatoState; it must be a WindowState"),
+        ("macchiato", "macchiato", {"window": 5}, r"state.valid has shape \[3, 4\]; it must be \[B=3, w-1=10\]"),
+        ("macchiato", "macchiato", {"window_head_dim": 4}, r"state.keys has .* it must be \[B=3, w-1=10, Hv=2, E=22\]"),
+        ("macchiato", "macchiato", {"num_value_heads": 3}, r"state.keys has shape \[3, 10, 3, 22\]"),
+        ("window", "window", {"head_dim": 3}, r"state.values has .* it must be \[B=3, w-1=10, Hv=2, D=5\]"),
+        ("latte", "latte", {"num_latents": 1}, r"state.log_norm has .* it must be \[B=3, H=6, L=7\]"),
+        ("latte", "latte", {"head_dim": 1}, r"state.mean has .* it must be \[B=3, H=6, L=7, D=5\]"),
+    ],
+)
+@torch.no_grad()
+def test_states_of_other_settings_are_refused(form, other, settings, message):
+    """They would be written to, where sizes can be broadcast without anyone noticing."""
+    _, state = make_layer(other, **settings).stream(make_inputs(13))
+    with pytest.raises(ValueError, match=message):
+        make_layer(form).step_(make_inputs(1), state)

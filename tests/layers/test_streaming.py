@@ -163,3 +163,6 @@ def test_foreign_states_are_refused():
     for form in MAIN_FORMS:
         with pytest.raises(ValueError, match="state"):
             make_layer(form).stream(x[:2], states[form])
+    for settings in ({"num_value_heads": 3}, {"window_head_dim": 4}, {"head_dim": 3}):
+        with pytest.raises(ValueError, match=r"state.(keys|values) has shape .*; it must be \[B=3, "):
+            make_layer("full").stream(x, make_layer("full", **settings).stream(x).state)

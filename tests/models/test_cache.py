@@ -146,6 +146,14 @@ def test_full_attention_in_a_static_cache_is_that_in_a_dynamic_one(settings, cut
             cache.layers[0].state.attention.keys.fill_(torch.nan)
 
 
+@pytest.mark.parametrize("form", MAIN_FORMS)
+@torch.no_grad()
+def test_no_tokens_change_nothing(form):
+    model, tokens, cache = read(form, "static")
+    assert model(tokens[:, :0], past_key_values=cache).logits.shape == (3, 0, VOCABULARY)
+    torch.testing.assert_close(next_logits(model, tokens, cache), next_logits(*read(form, "static")), **CLOSE)
+
+
 def test_packed_texts_go_on_in_a_static_cache():
     model, bounds = make_model("softmax"), torch.tensor([0, 4, 13])
     caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=30)
@@ -203,6 +211,16 @@ def test_a_prefix_can_be_saved(form, kind, tmp_path):
     torch.testing.assert_close(next_logits(model, tokens, loaded), next_logits(model, tokens, cache), rtol=0, atol=0)
 
 
+def test_a_padded_prefix_can_be_saved(tmp_path):
+    """In full attention all layers hold the same mask."""
+    model, (tokens, mask) = make_model("softmax"), padded(make_tokens(2, LENGTH), [LENGTH, 5])
+    with torch.no_grad():
+        cache = model(tokens, attention_mask=mask).past_key_values
+        save_cache(cache, tmp_path / "prefix", model.config)
+        loaded = load_cache(tmp_path / "prefix", model.config)
+        torch.testing.assert_close(next_logits(model, tokens, loaded), next_logits(model, tokens, cache), **CLOSE)
+
+
 @pytest.mark.parametrize("form", STATE_FORMS)
 def test_a_saved_prefix_is_small(form, tmp_path):
     model = make_model(form)
@@ -255,6 +273,20 @@ def test_states_of_another_shape_are_refused():
     cache = make_model("latte rglru")(make_tokens(1, 13)).past_key_values
     with pytest.raises(ValueError, match="state"):
         make_model("latte")(make_tokens(1, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [("macchiato", {"window": 5}), ("latte conv", {"num_latents": 1}), ("softmax", {"num_heads": 1})],
+)
+@torch.no_grad()
+def test_a_step_from_a_state_of_another_shape_is_refused(form, settings, kind):
+    config = make_config(form, **settings)
+    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=40)
+    make_model(form, **settings)(make_tokens(1, 13), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"state\..* has shape .*; it must be \[B=1, "):
+        make_model(form)(make_tokens(1, 1), past_key_values=cache)
 
 
 def test_another_batch_than_the_cache_s_is_refused():

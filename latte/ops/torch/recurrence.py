@@ -45,13 +45,16 @@ def rglru_forward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the state after each sequence, and h before each segment for the gradients."""
+    """y, the state after each sequence, and h before each segment for the gradients.
+
+    The latter has h after the last segment too: of how many segments there are, torch.export would ask if it is one.
+    """
     if x.shape[1] == 1 and cu_seqlens is None:
         return _one_token(x, a_gate, x_gate, a_param, mask, state)
     walk = Walk(x, a_gate, x_gate, a_param, mask, state, cu_seqlens)
     y, final = torch.empty_like(x, memory_format=torch.contiguous_format), walk.state.clone()
     segments = walk.segments()
-    carries = walk.state.new_zeros((len(segments), *x.shape[::2]))
+    carries = walk.state.new_zeros((len(segments) + 1, *x.shape[::2]))
     room = walk.buffers(2 if y.dtype == walk.dtype else 3)
     for n, (start, stop) in enumerate(segments):
         starts = walk.starts(start, stop)
@@ -63,9 +66,7 @@ def rglru_forward(
         if mask is not None:
             h.masked_fill_(~mask[:, start:stop, None], 0.0)
         _enter(starts, a, h)
-        carry = scan(a, h, carries[n])
-        if n + 1 < len(segments):
-            carries[n + 1] = carry
+        carries[n + 1] = scan(a, h, carries[n])
         row, token, sequence = walk.ends(start, stop)
         final[sequence] = h[row, token]
         if spare:
@@ -98,7 +99,7 @@ def _one_token(
     if mask is not None:
         h, y = torch.where(mask, h, before), h.masked_fill(~mask, 0.0)
     y = round_to(y, x.dtype)
-    return (y.clone() if y is h else y)[:, None], h, h.new_zeros((1, *h.shape))
+    return (y.clone() if y is h else y)[:, None], h, h.new_zeros((2, *h.shape))
 
 
 @rglru_forward.register_fake
@@ -116,7 +117,7 @@ def _(
     length = segment_length(batch, width, x.device)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    carries = x.new_empty(((tokens + length - 1) // length, batch, width), dtype=dtype)
+    carries = x.new_empty(((tokens + length - 1) // length + 1, batch, width), dtype=dtype)
     return y, x.new_empty((sequences, width), dtype=dtype), carries
 
 
