@@ -4,8 +4,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from latte.ops import known, latte_attention, macchiato_attention, rglru, short_conv, window_attention
+from latte.ops import (
+    LatteState,
+    MacchiatoState,
+    WindowState,
+    known,
+    latte_attention,
+    macchiato_attention,
+    rglru,
+    short_conv,
+    window_attention,
+)
 from latte.ops.gated_recurrence import gated_rglru
+from latte.ops.steps import (
+    LinearWeights,
+    Place,
+    RGLRUWeights,
+    input_step_,
+    mixture_step_,
+    rglru_step_,
+    short_conv_step_,
+)
 from latte.ops.triton.replay import Cookbook
 from tests.triton.replaying import replays  # noqa: F401 - a fixture
 
@@ -68,6 +87,7 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch):
     def run(function, *arguments):
         with monkeypatch.context() as patch:
             patch.setattr(Cookbook, "find", lambda *_: None)
+            patch.setattr(Cookbook, "perform", lambda self, inputs, options, call: call())
             for module in ("attention", "recurrence"):
                 patch.setattr(f"latte.ops.{module}.run_known", lambda *_: None)
             return function(*arguments)
@@ -105,6 +125,60 @@ def test_one_tensor_in_several_places_is_another_call(form: str, replays, unreco
             for _ in range(3):
                 assert all(torch.equal(a, b) for a, b in zip(run(form, given), expected, strict=True))
     assert replays
+
+
+def make_step(kind: str):
+    """One step, from its number, and the tensors that it writes to."""
+
+    def draw(seed: int, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    slots, width, blocks = 3, 4, 1
+    window = WindowState(draw(1, 1, slots, H, width), draw(2, 1, slots, H, width), torch.ones(1, slots).bool())
+    state = MacchiatoState(LatteState(draw(3, 1, H, 4), draw(4, 1, H, 4, width)), *window)
+    number = torch.zeros(1, dtype=torch.int32)
+    turn = number.clone() if kind == "ring" else None
+    place = Place(number.long(), number, torch.zeros((), dtype=torch.long), turn)
+    gates = RGLRUWeights(*(draw(n, blocks, width, width) if n in (5, 7) else draw(n, width) for n in range(5, 10)))
+    layers = [LinearWeights(draw(n, 8, width), None) for n in (10, 11)]
+    memory = draw(12, 1, 2, width) if kind == "conv" else draw(12, 1, width)
+
+    def step(n: int) -> list[Tensor]:
+        x = draw(20 + n, 1, 1, width)
+        match kind:
+            case "rglru":
+                return [rglru_step_(x, *gates, memory, backend="triton")]
+            case "conv":
+                return [short_conv_step_(x, draw(13, width, 3), None, memory, backend="triton")]
+            case "inputs":
+                return [y for group in input_step_(x, gates, memory, layers, layers, backend="triton") for y in group]
+        q, k, v, wq, wk = (draw(30 + n, 1, 1, H, 8)[..., :size] for size in (5, 4, width, width, width))
+        return [mixture_step_(q, k, v, wq, wk, state, place, backend="triton")]
+
+    return step, [x for x in torch.utils._pytree.tree_leaves((memory, tuple(state), tuple(place))) if x is not None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["rglru", "conv", "inputs", "ring", "moving"])
+def test_steps_that_are_replayed_go_on_once(kind: str, replays, unrecorded) -> None:  # noqa: F811
+    """A step writes to its state, so that it must not run twice to be recorded."""
+    (step, written), (plain, expected_written) = make_step(kind), make_step(kind)
+    versions = [x._version for x in written]
+    for n in range(4):
+        for found, expected in ((step(n), unrecorded(plain, n)), (written, expected_written)):
+            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert len(replays) == 2
+    assert any(x._version > before for x, before in zip(written, versions, strict=True))  # autograd is told
+
+
+def test_steps_refuse_gradients(replays) -> None:  # noqa: F811
+    step, _ = make_step("rglru")
+    leaf = torch.ones(1, 1, 4, requires_grad=True)
+    gates = [torch.ones(1, 4, 4), torch.ones(4), torch.ones(1, 4, 4), torch.ones(4), torch.ones(4)]
+    y = rglru_step_(leaf, *gates, torch.zeros(1, 4), backend="triton")
+    with pytest.raises(RuntimeError, match="autograd"):
+        y.sum().backward()
+    assert step(0)[0].grad_fn is None
 
 
 def test_calls_without_tokens_are_not_replayed(replays) -> None:  # noqa: F811

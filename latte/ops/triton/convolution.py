@@ -155,15 +155,14 @@ def _plain(*inputs: Tensor | None) -> bool:
 
 def _replay_forward(*inputs: Tensor | None) -> Tensor:
     """`_forward`, replayed where such a call was seen before."""
-    recipe = FORWARD.find(inputs, (), lambda: ([_forward(*inputs)], [])) if _plain(*inputs) else None
-    return _forward(*inputs) if recipe is None else recipe.run(inputs)[0][0]
+    return FORWARD.perform(inputs, (), lambda: [_forward(*inputs)])[0] if _plain(*inputs) else _forward(*inputs)
 
 
 def _replay_backward(dy: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """`_backward` likewise."""
-    plain = dy.stride(2) == 1 and _plain(*inputs[:2], None, *inputs[2:])
-    recipe = BACKWARD.find((dy, *inputs), (), lambda: (list(_backward(dy, *inputs)), [])) if plain else None
-    return _backward(dy, *inputs) if recipe is None else tuple(recipe.run((dy, *inputs))[0])
+    if dy.stride(2) == 1 and _plain(*inputs[:2], None, *inputs[2:]):
+        return tuple(BACKWARD.perform((dy, *inputs), (), lambda: list(_backward(dy, *inputs))))
+    return _backward(dy, *inputs)
 
 
 class Convolution(torch.autograd.Function):

@@ -10,15 +10,31 @@ from torch import Tensor
 from latte.ops.triton.call import dense, launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.input_steps import input_step_kernel, rglru_step_kernel, short_conv_step_kernel
-from latte.ops.triton.steps import ELEMENTS, power
+from latte.ops.triton.replay import Cookbook, empty
+from latte.ops.triton.steps import ELEMENTS, is_for_compiler, mark_written, power
 
 CHANNELS = 64  # of a program, where the mixer has no blocks of its own
 OUTPUTS, COLUMNS = 16, 256  # of a program that has some outputs of a linear layer, and of its steps
 LOGITS = 256  # rows of a logits' layer that a program holds
 
 
+RGLRU_STEPS, CONVOLUTION_STEPS, INPUT_STEPS = Cookbook(), Cookbook(), Cookbook()
+
+
+def rglru_step(*tensors: Tensor | None) -> Tensor:
+    """y [B 1 W]; the arguments are those of `rglru_step_operation`."""
+    if is_for_compiler(tensors):
+        return rglru_step_operation(*tensors)
+    mark_written(tensors[-1:])
+    return _replay_rglru(*tensors)
+
+
+def _replay_rglru(*tensors: Tensor | None) -> Tensor:
+    return RGLRU_STEPS.perform(tensors, (), lambda: [_rglru_step(*tensors)])[0]
+
+
 @torch.library.custom_op("latte::rglru_step_triton", mutates_args=("state",))
-def rglru_step(
+def rglru_step_operation(
     x: Tensor,
     a_weight: Tensor,
     a_bias: Tensor,
@@ -29,10 +45,14 @@ def rglru_step(
     state: Tensor,
 ) -> Tensor:
     """y [B 1 W]; h in `state` is advanced in place."""
+    return _replay_rglru(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state)
+
+
+def _rglru_step(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state) -> Tensor:
     check_device(rglru_step_kernel, x.device)
     check_dtypes(x=x, a_weight=a_weight, x_weight=x_weight, a_param=a_param)
     blocks, size, _ = a_weight.shape
-    x, y = side_by_side(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, y = side_by_side(x), empty(x.shape, x.dtype, x.device)
     wide = power(size)
     launch(
         rglru_step_kernel, x.shape[0] * blocks,
@@ -44,17 +64,35 @@ def rglru_step(
     return y
 
 
-@rglru_step.register_fake
+@rglru_step_operation.register_fake
 def _(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def short_conv_step(*tensors: Tensor | None) -> Tensor:
+    """y [B 1 W]; the arguments are those of `short_conv_step_operation`."""
+    if is_for_compiler(tensors):
+        return short_conv_step_operation(*tensors)
+    mark_written(tensors[-1:])
+    return _replay_short_conv(*tensors)
+
+
+def _replay_short_conv(*tensors: Tensor | None) -> Tensor:
+    return CONVOLUTION_STEPS.perform(tensors, (), lambda: [_short_conv_step(*tensors)])[0]
+
+
 @torch.library.custom_op("latte::short_conv_step_triton", mutates_args=("state",))
-def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, state: Tensor) -> Tensor:
+def short_conv_step_operation(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, state: Tensor
+) -> Tensor:
     """y [B 1 W]; the last inputs in `state` move up by one."""
+    return _replay_short_conv(x, weight, bias, mask, state)
+
+
+def _short_conv_step(x, weight, bias, mask, state) -> Tensor:
     check_device(short_conv_step_kernel, x.device)
     check_dtypes(x=x, weight=weight, bias=bias)
-    x, y = side_by_side(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, y = side_by_side(x), empty(x.shape, x.dtype, x.device)
     width, taps = weight.shape
     block = min(256, power(width))
     launch(
@@ -65,13 +103,34 @@ def short_conv_step(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor
     return y
 
 
-@short_conv_step.register_fake
+@short_conv_step_operation.register_fake
 def _(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def input_step(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Logits and y; the arguments are those of `input_step_operation`."""
+    tensors, _ = flatten(arguments)
+    if is_for_compiler(tensors):
+        return input_step_operation(*arguments)
+    mark_written((arguments[3],))
+    return _replay_inputs(*arguments)
+
+
+def _replay_inputs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logits, y = INPUT_STEPS.perform(*flatten(arguments), lambda: list(_input_step(*arguments)))
+    return logits, y
+
+
+def flatten(arguments: tuple) -> tuple[list[Tensor | None], tuple[int, ...]]:
+    """The tensors of some arguments, and how many each group of them has; −1 where there is no group."""
+    groups = [x if isinstance(x, (list, tuple)) else None for x in arguments]
+    sizes = tuple(-1 if group is None else len(group) for group in groups)
+    return [x for one, group in zip(arguments, groups, strict=True) for x in ([one] if group is None else group)], sizes
+
+
 @torch.library.custom_op("latte::input_step_triton", mutates_args=("state",))
-def input_step(
+def input_step_operation(
     x: Tensor,
     gates: Sequence[Tensor],
     taps: Sequence[Tensor],
@@ -86,6 +145,12 @@ def input_step(
 
     `gates` are the RG-LRU's weights, `taps` the convolution's and perhaps its bias: one of them, or neither, is there.
     """
+    return _replay_inputs(x, gates, taps, state, mixed_weights, mixed_biases, plain_weights, plain_biases, mask)
+
+
+def _input_step(
+    x, gates, taps, state, mixed_weights, mixed_biases, plain_weights, plain_biases, mask
+) -> tuple[Tensor, Tensor]:
     check_device(input_step_kernel, x.device)
     check_dtypes(x=x)
     batch, _, width = x.shape
@@ -93,8 +158,8 @@ def input_step(
     blocks = triton.cdiv(width, size)
     queries, keys = (weight.shape[0] for weight in mixed_weights)
     outputs = [weight.shape[0] for weight in plain_weights] + [0] * (3 - len(plain_weights))
-    logits = torch.empty((batch, blocks, queries + keys), dtype=torch.float32, device=x.device)
-    y = torch.empty((batch, 1, sum(outputs)), dtype=x.dtype, device=x.device)
+    logits = empty((batch, blocks, queries + keys), torch.float32, x.device)
+    y = empty((batch, 1, sum(outputs)), x.dtype, x.device)
     wide = max(16, power(size))
     options: dict[str, Any] = {
         "RECURRENT": bool(gates), "TAPS": taps[0].shape[1] if taps else 0, "TAPS_BIAS": len(taps) > 1,
@@ -117,7 +182,7 @@ def padded(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     return [*tensors, *[None] * (count - len(tensors))]
 
 
-@input_step.register_fake
+@input_step_operation.register_fake
 def _(x, gates, taps, state, mixed_weights, mixed_biases, plain_weights, *_):
     blocks = triton.cdiv(x.shape[2], gates[0].shape[1] if gates else CHANNELS)
     logits = x.new_empty((x.shape[0], blocks, sum(w.shape[0] for w in mixed_weights)), dtype=torch.float32)

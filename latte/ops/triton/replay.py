@@ -191,23 +191,45 @@ class Cookbook:
         options: tuple,
         call: Callable[[], tuple[list[Tensor], list[Tensor]]],
     ) -> Recipe | None:
-        """The recipe for such a call, or None if it must run as it is; `call` gives results and parts to keep."""
+        """The recipe for such a call, or None if it must run as it is; `call` gives results and parts to keep.
+
+        To be recorded it is called, besides what the recipe is run for.
+        """
         signature = sign(inputs, options)
-        if signature is None:
-            return None
         if signature in self.recipes:
             return self.recipes[signature]
-        if signature not in self.seen:
-            if len(self.seen) >= MOST_RECIPES:
-                self.seen.clear()
-            self.seen.add(signature)
+        if not self._seen_before(signature):
             return None
-        if len(self.recipes) >= MOST_RECIPES:
-            self.recipes.clear()
         with recording(inputs) as found:
             results, kept = call()
         recipe = self.recipes[signature] = found.recipe(results, kept)
         return recipe
+
+    def perform(
+        self, inputs: Sequence[Tensor | None], options: tuple, call: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        """The results of a call that keeps nothing. It runs once, however it is run, so that it may write to inputs."""
+        signature = sign(inputs, options)
+        recipe = self.recipes.get(signature)
+        if recipe is not None:
+            return recipe.run(inputs)[0]
+        if signature in self.recipes or not self._seen_before(signature):
+            return call()
+        with recording(inputs) as found:
+            results = call()
+        self.recipes[signature] = found.recipe(results, [])
+        return results
+
+    def _seen_before(self, signature: tuple | None) -> bool:
+        """Whether it is time to record such a call; None is never."""
+        if signature is None or signature in self.seen:
+            if len(self.recipes) >= MOST_RECIPES:
+                self.recipes.clear()
+            return signature is not None
+        if len(self.seen) >= MOST_RECIPES:
+            self.seen.clear()
+        self.seen.add(signature)
+        return False
 
 
 def sign(inputs: Sequence[Tensor | None], options: tuple) -> tuple | None:

@@ -1,14 +1,18 @@
 """Attention of one more token by one launch, as a custom operation that writes to the state it is given."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from latte.ops.known import needs_gradients
 from latte.ops.triton.call import launch
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.steps import mixture_step_kernel
+from latte.ops.triton.replay import Cookbook, empty
 
 ELEMENTS = 16384  # of the widest tensor a program holds
 MUTATED = ("log_norm", "mean", "keys", "values", "valid", "position", "arrivals", "seen", "turn")
@@ -23,8 +27,38 @@ def fitting(size: int, each: int) -> int:
     return max(1, min(power(size), ELEMENTS // each))
 
 
+STEPS = Cookbook()
+TENSORS = 17  # arguments before the others, of which those from STATE on are written to
+STATE = 8
+
+
+def mixture_step(*arguments: Any) -> Tensor:
+    """y [B 1 H D] of one token for every row; the arguments are those of `mixture_step_operation`."""
+    tensors = arguments[:TENSORS]
+    if is_for_compiler(tensors):
+        return mixture_step_operation(*arguments)
+    mark_written(tensors[STATE:])
+    return _replay(*arguments)
+
+
+def _replay(*arguments: Any) -> Tensor:
+    """`_mixture_step`, replayed where such a step was seen before."""
+    return STEPS.perform(arguments[:TENSORS], arguments[TENSORS:], lambda: [_mixture_step(*arguments)])[0]
+
+
+def is_for_compiler(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a step must be an operation of PyTorch's: for compilers, or to refuse gradients."""
+    return torch.compiler.is_compiling() or needs_gradients(tensors)
+
+
+def mark_written(tensors: Sequence[Tensor | None]) -> None:
+    """Tell autograd, as an operation of PyTorch's would, that tensors are not what they were."""
+    if not torch.is_inference_mode_enabled():
+        increment_version([x for x in tensors if x is not None])
+
+
 @torch.library.custom_op("latte::mixture_step_triton", mutates_args=MUTATED)
-def mixture_step(
+def mixture_step_operation(
     q: Tensor | None,
     k: Tensor | None,
     v: Tensor,
@@ -49,16 +83,26 @@ def mixture_step(
 
     The logits q and k [B P H ·] may come in P parts, which are added up here.
     """
+    return _replay(
+        q, k, v, window_q, window_k, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, seen,
+        turn, scale, softcap,
+    )  # fmt: skip
+
+
+def _mixture_step(
+    q, k, v, window_q, window_k, cos, sin, mask, log_norm, mean, keys, values, valid, position, arrivals, seen, turn,
+    scale, softcap,
+) -> Tensor:  # fmt: skip
     check_device(mixture_step_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
     batch, _, value_heads, width = v.shape
-    heads = (q if q is not None else window_q).shape[2]  # pyright: ignore[reportOptionalMemberAccess]
+    heads = (q if q is not None else window_q).shape[2]
     key_width = 0 if window_q is None else window_q.shape[3]
     slots = 0 if valid is None else valid.shape[1]
     latents = 0 if k is None else k.shape[3]
     groups = heads // value_heads
     group, wide = power(groups), max(16, power(max(width, key_width)))
-    y = torch.empty((batch, 1, heads, width), dtype=v.dtype, device=v.device)
+    y = empty((batch, 1, heads, width), v.dtype, v.device)
     options: dict[str, Any] = {
         "PARTS": 1 if q is None else q.shape[1],
         "HEADS": heads, "GROUPS": groups, "BG": group, "NUM": latents, "BL": fitting(latents, group * wide),
@@ -85,7 +129,7 @@ def _rows(x: Tensor | None) -> Tensor | None:
     return x
 
 
-@mixture_step.register_fake
+@mixture_step_operation.register_fake
 def _(q, k, v, window_q, window_k, *_):
     heads = (q if q is not None else window_q).shape[2]
     return v.new_empty((v.shape[0], 1, heads, v.shape[3]))
