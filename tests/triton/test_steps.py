@@ -242,3 +242,14 @@ def test_logits_in_parts_are_added_up(backend, device):
     parts = (q * shares, k * shares, *rest)
     assert_close(mixture_step_(*parts, state, make_place(device), backend=backend), expected)
     assert_close(flat(state), flat(expected_state))
+
+
+def test_a_state_must_lie_side_by_side(device):
+    """It is written to where it is."""
+    state = make_state("macchiato", 1, 4, device)
+    apart = state._replace(keys=torch.stack([state.keys, state.keys], dim=-1)[..., 0])
+    with pytest.raises(ValueError, match=r"keys has strides .*; a step writes to it in place"):
+        mixture_step_(*make_tokens("macchiato", 1, device), apart, make_place(device), backend="triton")
+    x, weight, past = torch.zeros(B, 1, 4, device=device), torch.zeros(4, 3, device=device), torch.zeros(B, 4, 2)
+    with pytest.raises(ValueError, match=r"state has strides .*; a step writes to it in place"):
+        short_conv_step_(x, weight, None, past.to(device).transpose(1, 2), backend="triton")

@@ -11,7 +11,7 @@ from latte.ops.triton.call import dense, launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.input_steps import input_step_kernel, rglru_step_kernel, short_conv_step_kernel
 from latte.ops.triton.replay import Cookbook, empty
-from latte.ops.triton.steps import ELEMENTS, is_for_compiler, mark_written, power
+from latte.ops.triton.steps import ELEMENTS, check_room, is_for_compiler, mark_written, power
 
 CHANNELS = 64  # of a program, where the mixer has no blocks of its own
 OUTPUTS, COLUMNS = 16, 256  # of a program that has some outputs of a linear layer, and of its steps
@@ -51,6 +51,7 @@ def rglru_step_operation(
 def _rglru_step(x, a_weight, a_bias, x_weight, x_bias, a_param, mask, state) -> Tensor:
     check_device(rglru_step_kernel, x.device)
     check_dtypes(x=x, a_weight=a_weight, x_weight=x_weight, a_param=a_param)
+    check_room(state=state)
     blocks, size, _ = a_weight.shape
     x, y = side_by_side(x), empty(x.shape, x.dtype, x.device)
     wide = power(size)
@@ -92,6 +93,7 @@ def short_conv_step_operation(
 def _short_conv_step(x, weight, bias, mask, state) -> Tensor:
     check_device(short_conv_step_kernel, x.device)
     check_dtypes(x=x, weight=weight, bias=bias)
+    check_room(state=state)
     x, y = side_by_side(x), empty(x.shape, x.dtype, x.device)
     width, taps = weight.shape
     block = min(256, power(width))
@@ -153,6 +155,7 @@ def _input_step(
 ) -> tuple[Tensor, Tensor]:
     check_device(input_step_kernel, x.device)
     check_dtypes(x=x)
+    check_room(state=state)
     batch, _, width = x.shape
     size = gates[0].shape[1] if gates else CHANNELS
     blocks = triton.cdiv(width, size)

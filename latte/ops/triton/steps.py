@@ -57,6 +57,13 @@ def mark_written(tensors: Sequence[Tensor | None]) -> None:
         increment_version([x for x in tensors if x is not None])
 
 
+def check_room(**written: Tensor | None) -> None:
+    """Kernels write to a state as if its elements lay side by side."""
+    for name, x in written.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} has strides {x.stride()}; a step writes to it in place: give it contiguous()")
+
+
 @torch.library.custom_op("latte::mixture_step_triton", mutates_args=MUTATED)
 def mixture_step_operation(
     q: Tensor | None,
@@ -95,6 +102,8 @@ def _mixture_step(
 ) -> Tensor:  # fmt: skip
     check_device(mixture_step_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    written = (log_norm, mean, keys, values, valid, position, arrivals, seen, turn)
+    check_room(**dict(zip(MUTATED, written, strict=True)))
     batch, _, value_heads, width = v.shape
     heads = (q if q is not None else window_q).shape[2]
     key_width = 0 if window_q is None else window_q.shape[3]
