@@ -11,7 +11,7 @@ from latte.ops.triton.call import dense, launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.input_steps import input_step_kernel, rglru_step_kernel, short_conv_step_kernel
 from latte.ops.triton.replay import Cookbook, empty
-from latte.ops.triton.steps import ELEMENTS, check_room, is_for_compiler, mark_written, power
+from latte.ops.triton.steps import ELEMENTS, check_room, power, run_step
 
 CHANNELS = 64  # of a program, where the mixer has no blocks of its own
 OUTPUTS, COLUMNS = 16, 256  # of a program that has some outputs of a linear layer, and of its steps
@@ -23,10 +23,7 @@ RGLRU_STEPS, CONVOLUTION_STEPS, INPUT_STEPS = Cookbook(), Cookbook(), Cookbook()
 
 def rglru_step(*tensors: Tensor | None) -> Tensor:
     """y [B 1 W]; the arguments are those of `rglru_step_operation`."""
-    if is_for_compiler(tensors):
-        return rglru_step_operation(*tensors)
-    mark_written(tensors[-1:])
-    return _replay_rglru(*tensors)
+    return run_step(rglru_step_operation, _replay_rglru, tensors, tensors, tensors[-1:])
 
 
 def _replay_rglru(*tensors: Tensor | None) -> Tensor:
@@ -72,10 +69,7 @@ def _(x, *_):
 
 def short_conv_step(*tensors: Tensor | None) -> Tensor:
     """y [B 1 W]; the arguments are those of `short_conv_step_operation`."""
-    if is_for_compiler(tensors):
-        return short_conv_step_operation(*tensors)
-    mark_written(tensors[-1:])
-    return _replay_short_conv(*tensors)
+    return run_step(short_conv_step_operation, _replay_short_conv, tensors, tensors, tensors[-1:])
 
 
 def _replay_short_conv(*tensors: Tensor | None) -> Tensor:
@@ -113,10 +107,7 @@ def _(x, *_):
 def input_step(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Logits and y; the arguments are those of `input_step_operation`."""
     tensors, _ = flatten(arguments)
-    if is_for_compiler(tensors):
-        return input_step_operation(*arguments)
-    mark_written((arguments[3],))
-    return _replay_inputs(*arguments)
+    return run_step(input_step_operation, _replay_inputs, arguments, tensors, arguments[3:4])  # which is the state
 
 
 def _replay_inputs(*arguments: Any) -> tuple[Tensor, Tensor]:

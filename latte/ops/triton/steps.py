@@ -1,6 +1,6 @@
 """Attention of one more token by one launch, as a custom operation that writes to the state it is given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,7 @@ STATE = 8
 def mixture_step(*arguments: Any) -> Tensor:
     """y [B 1 H D] of one token for every row; the arguments are those of `mixture_step_operation`."""
     tensors = arguments[:TENSORS]
-    if is_for_compiler(tensors):
-        return mixture_step_operation(*arguments)
-    mark_written(tensors[STATE:])
-    return _replay(*arguments)
+    return run_step(mixture_step_operation, _replay, arguments, tensors, tensors[STATE:])
 
 
 def _replay(*arguments: Any) -> Tensor:
@@ -46,15 +43,16 @@ def _replay(*arguments: Any) -> Tensor:
     return STEPS.perform(arguments[:TENSORS], arguments[TENSORS:], lambda: [_mixture_step(*arguments)])[0]
 
 
-def is_for_compiler(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a step must be an operation of PyTorch's: for compilers, or to refuse gradients."""
-    return torch.compiler.is_compiling() or needs_gradients(tensors)
-
-
-def mark_written(tensors: Sequence[Tensor | None]) -> None:
-    """Tell autograd, as an operation of PyTorch's would, that tensors are not what they were."""
-    if not torch.is_inference_mode_enabled():
-        increment_version([x for x in tensors if x is not None])
+def run_step(
+    operation: Callable[..., Any], plain: Callable[..., Any], arguments: Sequence[Any],
+    tensors: Sequence[Tensor | None], written: Sequence[Tensor | None],
+) -> Any:  # fmt: skip
+    """A step as an operation of PyTorch's, for compilers and to refuse gradients; otherwise by the lighter way around."""
+    if torch.compiler.is_compiling() or needs_gradients(tensors):
+        return operation(*arguments)
+    if not torch.is_inference_mode_enabled():  # tell autograd, as an operation does
+        increment_version([x for x in written if x is not None])
+    return plain(*arguments)
 
 
 def check_room(**written: Tensor | None) -> None:
