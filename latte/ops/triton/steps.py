@@ -47,7 +47,7 @@ def run_step(
     operation: Callable[..., Any], plain: Callable[..., Any], arguments: Sequence[Any],
     tensors: Sequence[Tensor | None], written: Sequence[Tensor | None],
 ) -> Any:  # fmt: skip
-    """A step as an operation of PyTorch's, for compilers and to refuse gradients; otherwise by the lighter way around."""
+    """A step as an operation of PyTorch's, for compilers and to refuse gradients; otherwise around all that."""
     if torch.compiler.is_compiling() or needs_gradients(tensors):
         return operation(*arguments)
     if not torch.is_inference_mode_enabled():  # tell autograd, as an operation does
