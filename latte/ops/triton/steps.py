@@ -1,4 +1,4 @@
-"""Attention of one more token by one launch, as a custom operation that writes to the state it is given."""
+"""One more token: how every step is run; and attention by one launch, an operation that writes to its state."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +15,9 @@ from latte.ops.triton.kernels.steps import mixture_step_kernel
 from latte.ops.triton.replay import Cookbook, empty
 
 ELEMENTS = 16384  # of the widest tensor a program holds
+STEPS = Cookbook()
+TENSORS = 17  # arguments of the mixture before the others, of which those from STATE on are written to
+STATE = 8
 MUTATED = ("log_norm", "mean", "keys", "values", "valid", "position", "arrivals", "seen", "turn")
 
 
@@ -25,11 +28,6 @@ def power(size: int) -> int:
 def fitting(size: int, each: int) -> int:
     """How many of `size` rows of `each` elements a program takes at a time, a power of two."""
     return max(1, min(power(size), ELEMENTS // each))
-
-
-STEPS = Cookbook()
-TENSORS = 17  # arguments before the others, of which those from STATE on are written to
-STATE = 8
 
 
 def mixture_step(*arguments: Any) -> Tensor:
