@@ -31,8 +31,19 @@ from latte.ops import (
     macchiato_attention,
     window_attention,
 )
-from latte.ops.checks import BACKENDS, check_cu_seqlens, check_kind, check_mask, check_scores, check_shape, check_sizes
+from latte.ops.arguments import HeadSizes
+from latte.ops.checks import (
+    BACKENDS,
+    backend_for,
+    check_cu_seqlens,
+    check_kind,
+    check_mask,
+    check_scores,
+    check_shape,
+    check_sizes,
+)
 from latte.ops.features import FeatureMap
+from latte.ops.projected import MacchiatoWeights, projected_macchiato
 from latte.ops.steps import LinearWeights, Place, input_step_, mixture_step_
 
 FEATURE_MAPS = ("elu+1", "exp", "relu")
@@ -181,10 +192,12 @@ class LatteAttention(nn.Module):
         rotary: Rotary | None = None,
     ) -> Float[Tensor, "B T C"]:
         """y of whole sequences; the arguments are those of `stream`."""
+        self._check_arguments(x, None, mask, cu_seqlens)
         if self.num_latents is None and self.window is None:  # whose state, when packed, is N times the row
-            self._check_arguments(x, None, mask, cu_seqlens)
             q, k, v = self._scores(x, x, None, mask, cu_seqlens, positions, rotary)
             return self._merge_heads(self._full_attention(q, k, v, None, mask, cu_seqlens))
+        if self._is_one_operation(x):
+            return self._merge_heads(self._attend_at_once(x, mask, cu_seqlens, positions, rotary))
         return self.stream(x, None, mask, cu_seqlens, positions, rotary).y
 
     def stream(
@@ -338,6 +351,35 @@ class LatteAttention(nn.Module):
         q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)
         return macchiato_attention(latent_q, latent_k, v, q, k, **window, **options)
 
+    def _is_one_operation(self, x: Tensor) -> bool:
+        """Whether projections and attention of several tokens run as one, which spares a GPU's memory."""
+        if self.num_latents is None or self.window is None or type(self) is not LatteAttention:
+            return False
+        linears = self.query, self.key, self.value, self.latent_query, self.latent_key
+        is_plain = are_plain(*linears) and all(linear.bias is None for linear in linears)
+        return is_plain and x.shape[1] > 1 and backend_for(self.backend, x.device) == "triton"
+
+    def _attend_at_once(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        positions: Tensor | None,
+        rotary: Rotary | None,
+    ) -> Tensor:
+        """What `_attend` gives without a state, [B T H D]."""
+        mixed = x if self.mixer is None else self.mixer.stream(x, None, mask, cu_seqlens)[0]
+        linears = self.query, self.key, self.value, self.latent_query, self.latent_key
+        weights = MacchiatoWeights(*(linear.weight for linear in linears))
+        heads, value_heads = weights.query.shape[0] // self.window_head_dim, weights.value.shape[0] // self.head_dim
+        latents, window = cast(int, self.num_latents), cast(int, self.window)
+        return projected_macchiato(
+            x, mixed, weights, self._angles(x, None, mask, cu_seqlens, positions, rotary),
+            HeadSizes(heads, value_heads, latents, self.head_dim, self.window_head_dim), window=window,
+            scale=self.scale, softcap=self.softcap, causal=self.causal, mask=mask, cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )  # fmt: skip
+
     def _latent_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of each head; how many there are is read off, for a rank of several has some of them."""
         latents = cast(int, self.num_latents)
@@ -365,19 +407,32 @@ class LatteAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Softmax queries and keys of `source`, turned by their positions, and values of x."""
         q, k = self._queries_and_keys(source)
+        angles = self._angles(x, state, mask, cu_seqlens, positions, rotary)
+        if angles is not None:
+            q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
+        return q, k, self._values(x)
+
+    def _angles(
+        self,
+        x: Tensor,
+        state: AttentionState | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        positions: Tensor | None,
+        rotary: Rotary | None,
+    ) -> Rotary | None:
+        """cos and sin by which queries and keys of x are turned, or None."""
         if rotary is not None and positions is not None:
             raise ValueError("positions and rotary are both given; give one, since rotary is made from positions")
-        if self.rope_theta is not None:
-            if rotary is None:
-                if positions is not None:
-                    rows = 1 if positions.shape[:1] == (1,) else x.shape[0]
-                    check_sizes("positions", positions, "B T", (rows, x.shape[1]))
-                else:
-                    before = None if state is None else state.position
-                    positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
-                rotary = make_rotary(positions, self.window_head_dim, self.rope_theta)
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        return q, k, self._values(x)
+        if self.rope_theta is None or rotary is not None:
+            return None if self.rope_theta is None else rotary
+        if positions is not None:
+            rows = 1 if positions.shape[:1] == (1,) else x.shape[0]
+            check_sizes("positions", positions, "B T", (rows, x.shape[1]))
+        else:
+            before = None if state is None else state.position
+            positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
+        return make_rotary(positions, self.window_head_dim, self.rope_theta)
 
     def _full_attention(
         self, q: Tensor, k: Tensor, v: Tensor, past: SoftmaxState | None, mask: Tensor | None, cu_seqlens: Tensor | None

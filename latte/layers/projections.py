@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from latte.layers.checks import check_count, check_multiple
-
-ROW = 16  # columns: rows of 16-bit numbers begin at multiples of 32 bytes, which is what a GPU reads at once
+from latte.ops.beside import ROW, beside, padded
 
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
@@ -14,22 +13,22 @@ def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
     # for one token, putting the weights side by side would cost more than it saves
     if not are_plain(*linears) or x.shape[1] == 1:
         return [linear(x) for linear in linears]
-    sizes = [linear.out_features for linear in linears]
-    spare = spare_columns(sum(sizes), x.device)
-    weight = _beside([linear.weight for linear in linears], spare)
-    bias = None if linears[0].bias is None else _beside([linear.bias for linear in linears], spare)
-    joint = F.linear(x, weight, bias)
-    return list(joint.split([*sizes, spare] if spare else sizes, dim=-1)[: len(linears)])
+    row = row_multiple(x.device)
+    weight = beside([linear.weight for linear in linears], row)
+    bias = None if linears[0].bias is None else beside([linear.bias for linear in linears], row)
+    sizes: list[int] = []  # of parts, and of the gaps between them: together, so that their gradient is one again
+    places = []
+    for linear in linears:
+        places.append(len(sizes))
+        gap = padded(linear.out_features, row) - linear.out_features
+        sizes += [linear.out_features, gap] if gap else [linear.out_features]
+    parts = F.linear(x, weight, bias).split(sizes, dim=-1)
+    return [parts[place] for place in places]
 
 
-def spare_columns(columns: int, device: torch.device) -> int:
-    """How many columns are missing to rows that begin where a GPU likes it."""
-    return -columns % ROW if device.type == "cuda" else 0
-
-
-def _beside(parts: list[Tensor], spare: int) -> Tensor:
-    """Weights, or biases, in one, with as many rows of 0 after them."""
-    return torch.cat([*parts, parts[0].new_zeros((spare, *parts[0].shape[1:]))] if spare else parts)
+def row_multiple(device: torch.device) -> int:
+    """Columns at whose multiples a device likes the parts of a row to begin."""
+    return ROW if device.type == "cuda" else 1
 
 
 def are_plain(*linears: nn.Module) -> bool:

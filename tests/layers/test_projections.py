@@ -6,31 +6,29 @@ from torch import nn
 from torch.testing import assert_close
 
 from latte.layers import projections
-from latte.layers.projections import project, spare_columns
+from latte.layers.projections import project, row_multiple
 
 
-@pytest.mark.parametrize("spare", [0, 5])
+@pytest.mark.parametrize("row", [1, 4, 16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_one_product_for_several(bias: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without columns of 0 that fill the rows up, as on a GPU."""
-    monkeypatch.setattr(projections, "spare_columns", lambda columns, device: spare)
-    linears = [nn.Linear(6, size, bias=bias) for size in (4, 7)]
-    parameters = [*linears[0].parameters(), *linears[1].parameters()]
+def test_one_product_for_several(bias: bool, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without columns of 0 that fill parts up, as on a GPU."""
+    monkeypatch.setattr(projections, "row_multiple", lambda device: row)
+    linears = [nn.Linear(6, size, bias=bias) for size in (4, 7, 16)]
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
     x = torch.randn(2, 3, 6, requires_grad=True)
     found, expected = project(x, *linears), [linear(x) for linear in linears]
-    assert len(found) == 2
+    assert len(found) == 3
+    assert all(y.storage_offset() % row == 0 for y in found)
     pulls = [torch.randn_like(y) for y in expected]
     assert_close(found, expected)
     grads, expected_grads = (torch.autograd.grad(ys, [x, *parameters], pulls) for ys in (found, expected))
     assert_close(grads, expected_grads)
 
 
-@pytest.mark.parametrize("columns", [1, 16, 264])
-def test_rows_are_filled_up_on_a_gpu(columns: int) -> None:
-    spare = spare_columns(columns, torch.device("cuda"))
-    assert (columns + spare) % 16 == 0
-    assert 0 <= spare < 16
-    assert spare_columns(columns, torch.device("cpu")) == 0
+def test_parts_are_filled_up_on_a_gpu_alone() -> None:
+    assert row_multiple(torch.device("cuda")) == 16
+    assert row_multiple(torch.device("cpu")) == 1
 
 
 def test_hooks_are_called() -> None:

@@ -36,6 +36,7 @@ from latte.ops.steps import (
     short_conv_step_,
 )
 from latte.ops.triton import attention, attention_call, call, plan
+from latte.ops.triton.rotary import turn_
 from latte.ops.triton.window_tail import copy_tail
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -101,6 +102,8 @@ def attention_calls(tokens: int) -> None:
     with torch.no_grad():
         macchiato_attention(q, k, v, *pair, window=128, backend="triton")
     copy_tail(v, v)
+    angles = torch.zeros(1, tokens, 32)
+    turn_(torch.zeros(1, tokens, 4 * 64), angles, angles, 2, 2, 128, back=True)
     keys = tensor(*long, latents)
     latte_attention(keys, keys, tensor(*long, 96), backend="triton")
     exact = [tensor(*shape, 64, dtype=torch.float32) for _ in range(3)]

@@ -11,7 +11,7 @@ import pytest
 SHARED_MEMORY = 227 * 1024  # of a processor of an H100, for one program
 KERNELS = {
     "attention": {"tile_kernel", "prefix_kernel", "output_kernel", "query_grad_kernel", "carry_walk_kernel",
-                  "carry_scan_kernel", "key_grad_kernel", "window_tail_kernel"},
+                  "carry_scan_kernel", "key_grad_kernel", "window_tail_kernel", "turn_kernel"},
     "mixers": {"piece_ends_kernel", "scan_pieces_kernel", "output_kernel", "gradient_kernel", "forward_kernel",
                "gate_grad_kernel", "backward_kernel", "add_parts_kernel", "piece_starts_kernel"},
     "steps": {"mixture_step_kernel", "input_step_kernel", "rglru_step_kernel", "short_conv_step_kernel", "rows_kernel"},

@@ -1,9 +1,12 @@
 """Calls that are replayed from a recording, in the interpreter: the same bits as without, on whatever tensors."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
+from latte.layers.rotary import rotary
 from latte.ops import (
     LatteState,
     MacchiatoState,
@@ -15,7 +18,9 @@ from latte.ops import (
     short_conv,
     window_attention,
 )
+from latte.ops.arguments import HeadSizes
 from latte.ops.gated_recurrence import gated_rglru
+from latte.ops.projected import MacchiatoWeights, projected_macchiato
 from latte.ops.steps import (
     LinearWeights,
     Place,
@@ -30,7 +35,7 @@ from tests.triton.replaying import replays  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter: 1 / 0, overflow
 
-B, T, H, L, D, W = 1, 9, 2, 3, 5, 7
+B, T, H, L, D, E, W = 1, 9, 2, 3, 5, 6, 7
 MIXERS = ("rglru", "gated", "conv")
 
 
@@ -42,8 +47,17 @@ def macchiato(*tensors: Tensor, **options):
     return macchiato_attention(*tensors, window=W, **options)
 
 
+class Heads(NamedTuple):
+    y: Tensor
+
+
+def projected(x: Tensor, mixed: Tensor, *weights: Tensor, backend: str) -> Heads:
+    sizes, turned = HeadSizes(H, H, L, D, E), rotary(torch.arange(T)[None], E)
+    return Heads(projected_macchiato(x, mixed, MacchiatoWeights(*weights), turned, sizes, window=W, backend=backend))
+
+
 OPS = {"latte": latte_attention, "macchiato": macchiato, "window": window, "rglru": rglru, "gated": gated_rglru,
-       "conv": short_conv}  # fmt: skip
+       "conv": short_conv, "projected": projected}  # fmt: skip
 
 
 def draw(form: str, seed: int) -> list[Tensor]:
@@ -62,6 +76,9 @@ def draw(form: str, seed: int) -> list[Tensor]:
                 return [x, normal(1, 4, 4), vectors[0], normal(1, 4, 4), *vectors[1:]]
             case _:
                 return [x, normal(4, 3), vectors[0]]
+    if form == "projected":
+        rows = H * E, H * E, H * D, H * (L + 1), H * L
+        return [normal(B, T, 4), normal(B, T, 4), *(normal(size, 4) for size in rows)]
     sizes = {"latte": [L, L, D], "macchiato": [L + 1, L, D, D, D], "window": [D, D, D]}[form]
     sizes = [4 * -(-size // 4) * H for size in sizes]  # every part begins at 16 bytes
     parts = normal(B, T, sum(sizes)).split(sizes, dim=2)
@@ -106,7 +123,9 @@ def test_replayed_is_plain(form: str, run, replays, unrecorded) -> None:  # noqa
         counts.append(len(replays) - before)
     assert counts[0] == 0, "the first call of its kind is no recording"
     assert counts[2] == counts[3] > 0
-    assert len(known.KNOWN) == (form not in ("gated", "conv"))  # these two are called by layers, which know their input
+    assert len(known.KNOWN) == (
+        form not in ("gated", "conv", "projected")
+    )  # these are called by layers, which know their input
     before = len(replays)
     for case, results in zip(cases, found, strict=True):
         expected = unrecorded(run, form, case)

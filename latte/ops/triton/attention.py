@@ -1,6 +1,6 @@
 """`attend` by Triton kernels, as custom operations that torch.compile takes whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ def attend(
     """
     check_device(output_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
-    _check_sizes(k, v, window_q)
+    check_sizes(v.shape[3], 0 if window_q is None else window_q.shape[3], 0 if k is None else k.shape[3])
     if window_q is not None and scale <= 0:  # the kernels find the largest score before they scale
         window_q, scale = (-window_q, -scale) if scale < 0 else (torch.zeros_like(window_q), 1.0)
     keys, values, valid = (None, None, None) if past is None else past
@@ -63,13 +63,13 @@ def attend(
     return y, LatteState(log_norm, mean)
 
 
-def _check_sizes(k: Tensor | None, v: Tensor, window_q: Tensor | None) -> None:
-    sizes = {"v": (v.shape[3], MAX_WIDTH, "head width")}
-    if window_q is not None:
-        sizes["window_q"] = (window_q.shape[3], MAX_WIDTH, "head width")
-    if k is not None:
-        sizes["k"] = (k.shape[3], MAX_LATENTS, "latents per head")
-    for name, (size, most, what) in sizes.items():
+def check_sizes(width: int, key_width: int, latents: int) -> None:
+    sizes = (
+        ("v", width, MAX_WIDTH, "head width"),
+        ("window_q", key_width, MAX_WIDTH, "head width"),
+        ("k", latents, MAX_LATENTS, "latents per head"),
+    )
+    for name, size, most, what in sizes:
         if size > most:
             raise ValueError(f'{name} has {size} {what}; the Triton kernels take up to {most}; use backend="torch"')
 
@@ -101,7 +101,7 @@ def _forward(
         return run()
 
 
-def _prepare(call: Call, what: str, run: Callable[[], object]) -> None:
+def _prepare(call: Call, what: Hashable, run: Callable[[], object]) -> None:
     """Before the first call of its kind, compile its kernels together."""
     if what not in call.plan.prepared:
         prepare(output_kernel, run)
@@ -110,9 +110,12 @@ def _prepare(call: Call, what: str, run: Callable[[], object]) -> None:
 
 def _backward(
     dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid,
-    cu_seqlens, *options
+    cu_seqlens, *options, room=None
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of DIFFERENTIABLE, None for absent inputs; kept is what `_forward` gave after y."""
+    """Gradients of DIFFERENTIABLE, None for absent inputs; kept is what `_forward` gave after y.
+
+    Where there is no past, those of the first five tensors can have a given `room`.
+    """
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
     call = Call(_inputs(*tensors), Options(*options))
     last, last_mean, *kept, lse = kept
@@ -124,10 +127,10 @@ def _backward(
 
     def run() -> launch.Gradients:
         states = None if k is None else kept_states(call, kept, last, last_mean)
-        return launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into)
+        return launch.gradients(call, states, lse, _rows(dy.to(v.dtype)), into, room)
 
     with torch.cuda.device_of(v):
-        _prepare(call, "backward", run)
+        _prepare(call, ("backward", *(x.stride(1) for x in room or () if x is not None)), run)
         grads = run()
     dv, dkeys, dpast_keys, dpast_values = grads.v, grads.window_k, None, None
     if call.inputs.slots and dkeys is not None:
@@ -147,6 +150,7 @@ def _backward(
 
 FORWARD, BACKWARD = Cookbook(), Cookbook()
 COMPILED_FORWARD, COMPILED_BACKWARD = Cookbook(), Cookbook()  # whose forward returns what it keeps
+FILLING = Cookbook()  # of a backward that is given room for its results
 
 
 class Mixture(torch.autograd.Function):
@@ -263,7 +267,11 @@ def mixture_forward(
 ) -> list[Tensor]:
     """y, the state after (log_norm, mean) and what backward keeps."""
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
-    options = (window, scale, softcap, undirected, causal)
+    return mixture_results(tensors, (window, scale, softcap, undirected, causal))
+
+
+def mixture_results(tensors: tuple[Tensor | None, ...], options: tuple) -> list[Tensor]:
+    """What `mixture_forward` gives of TENSORS."""
 
     def call() -> tuple[list[Tensor], list[Tensor]]:
         return list(_forward(*tensors, *options)), []
@@ -273,7 +281,9 @@ def mixture_forward(
 
 
 @mixture_forward.register_fake
-def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options):
+def fake_results(
+    q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options
+):
     tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
     call = Call(_inputs(*tensors), Options(*options))
     tiles, form = call.tiles, call.form
@@ -322,6 +332,22 @@ def mixture_backward(
         recipe = COMPILED_BACKWARD.find(inputs, options, lambda: ([x for x in call() if x is not None], []))
     grads = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
     return [v.new_empty(0) if grad is None else grad for grad in grads]
+
+
+def fill_gradients(
+    room: launch.Room, memory: tuple[Tensor, ...], dy: Tensor, kept: list[Tensor], tensors: tuple[Tensor | None, ...],
+    options: tuple,
+) -> None:  # fmt: skip
+    """Gradients of the first five of TENSORS, without state or past, into `room`, whose parts lie in `memory`."""
+
+    def call() -> list[Tensor]:
+        _backward(dy, None, None, kept, *tensors, *options, room=room)
+        return []
+
+    if _plain(tensors):
+        FILLING.perform((dy, *kept, *tensors, *memory), options, call)
+    else:
+        call()
 
 
 @mixture_backward.register_fake

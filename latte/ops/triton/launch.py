@@ -50,6 +50,16 @@ def _seen(call: Call, states: States | None) -> tuple[Tensor | None, ...]:
     return (None,) * 4 if states is None else states.seen(call.options.causal)
 
 
+class Room(NamedTuple):
+    """Where gradients of what the kernels take are written: rows of a head side by side, heads too, tokens anyhow."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor
+    window_q: Tensor | None
+    window_k: Tensor | None
+
+
 class Gradients(NamedTuple):
     q: Tensor | None
     k: Tensor | None
@@ -72,13 +82,12 @@ class Carries(NamedTuple):
 
 
 def gradients(
-    call: Call, states: States | None, lse: Tensor, dy: Tensor, into: tuple[Tensor, Tensor] | None
+    call: Call, states: States | None, lse: Tensor, dy: Tensor, into: tuple[Tensor, Tensor] | None, room: Room | None
 ) -> Gradients:
-    """All gradients; `into` is the gradient of the final state as a carry."""
+    """All gradients, in `room` if that is given; `into` is the gradient of the final state as a carry."""
     x, plan, tiles = call.inputs, call.plan, call.tiles
     heads, latents = call.form.heads, call.form.latents
-    dq, dk, dwq, dwk = (None if part is None else _like(part) for part in (x.q, x.k, x.window_q, x.window_k))
-    dv = _like(x.v)
+    dq, dk, dv, dwq, dwk = room = room or Room(_like(x.q), _like(x.k), _room(x.v), _like(x.window_q), _like(x.window_k))
     own = carries = shifted = local_h = None
     if latents:
         own = call.empty(call.batch, call.tokens, heads, latents)
@@ -90,16 +99,18 @@ def gradients(
     if x.window_q is not None:
         shifted, local_h = call.empty(2, *lse.shape).unbind()
     head = (x.q, x.k, x.v, x.window_q, x.window_k, x.mask, dy, *_seen(call, states))
-    is_aligned = call.aligned and aligned(dy)
+    is_aligned = call.aligned and aligned(dy, *room)
     programs = tiles.total * heads
     numbers = (*call.numbers(dy), programs)
     tensors = (
         *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:2] if carries else (None,) * 2), shifted,
         local_h,
     )  # fmt: skip
+    steps = _token_strides(DQ_TOKEN=dq, DWQ_TOKEN=dwq)
+    constants = {**plan.shared, **plan.query_grad, **steps}
     for name, wild in call.rounds("query_grad"):
-        constants = {**plan.shared, **plan.query_grad, "WILD": wild, "launch_pdl": wild and call.form.early}
-        plan.launch(name, query_grad_kernel, _grid(programs, wild), tensors, numbers, constants, is_aligned)
+        kind, name = {**constants, "WILD": wild, "launch_pdl": wild and call.form.early}, (name, *steps.values())
+        plan.launch(name, query_grad_kernel, _grid(programs, wild), tensors, numbers, kind, is_aligned)
     if carries is not None and states is not None:
         carries = _scan_carries(call, states, carries, into)
     final = (None, None) if into is None else into
@@ -110,22 +121,31 @@ def gradients(
     )  # fmt: skip
     programs = tiles.total * call.form.value_heads
     numbers = (*call.numbers(dy), *call.spread[1:], x.v.shape[1], programs)
-    constants = {**plan.shared, **plan.key_grad, "INTO": into is not None, "launch_pdl": call.form.early}
+    steps = _token_strides(DK_TOKEN=dk, DV_TOKEN=dv, DWK_TOKEN=dwk)
+    constants = {**plan.shared, **plan.key_grad, **steps, "INTO": into is not None, "launch_pdl": call.form.early}
     for name, wild in call.rounds("key_grad"):
-        kind = {**constants, "WILD": wild, "PAST": False}
+        kind, name = {**constants, "WILD": wild, "PAST": False}, (name, *steps.values())
         plan.launch(name, key_grad_kernel, _grid(programs, wild), tensors, numbers, kind, is_aligned)
     if x.slots:
         grid = (tiles.sequences * -(-x.slots // plan.tile) * call.form.value_heads,)
         constants = {**constants, "WILD": False, "PAST": True}
-        plan.launch("past_grad", key_grad_kernel, grid, tensors, numbers, constants, is_aligned)
+        plan.launch(("past_grad", *steps.values()), key_grad_kernel, grid, tensors, numbers, constants, is_aligned)
     first = None
     if carries is not None and carries.whole is not None and carries.whole_h is not None:
         first = (carries.whole, carries.whole_h)
     return Gradients(dq, dk, dv, dwq, dwk, first)
 
 
-def _like(x: Tensor) -> Tensor:
+def _room(x: Tensor) -> Tensor:
     return empty(x.shape, x.dtype, x.device)
+
+
+def _like(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _room(x)
+
+
+def _token_strides(**room: Tensor | None) -> dict[str, int]:
+    return {name: 0 if x is None else x.stride(1) for name, x in room.items()}
 
 
 def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tensor, Tensor] | None) -> Carries:

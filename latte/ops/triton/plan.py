@@ -1,5 +1,6 @@
 """Fixed configurations of the attention kernels, chosen from sizes and dtypes alone, and their launches."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -50,12 +51,13 @@ class Plan:
     key_grad: dict[str, int]
     keeps_states: bool  # for backward, those before tiles; otherwise it makes them again
     compiled: dict[Any, Any] = field(default_factory=dict)
-    prepared: set[str] = field(default_factory=set)  # passes whose kernels are all compiled
+    prepared: set[Hashable] = field(default_factory=set)  # passes whose kernels are all compiled
 
-    def launch(self, name: str, kernel: Any, grid: tuple[int, ...], tensors: tuple, numbers: tuple, constants: dict,
-               aligned: bool) -> None:  # fmt: skip
+    def launch(self, name: Hashable, kernel: Any, grid: tuple[int, ...], tensors: tuple, numbers: tuple,
+               constants: dict, aligned: bool) -> None:  # fmt: skip
         """Run a kernel; from the second time on without Triton's look at every argument.
 
+        Of the constants, those that do not follow from the plan must be part of the name.
         What Triton specialises on are dtypes (fixed by the plan), numbers and absent tensors (part of the key) and
         alignment; what it compiles is loaded for one device.
         """

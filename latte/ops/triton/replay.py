@@ -116,7 +116,8 @@ class Recording:
 
     def recipe(self, results: list[Tensor], kept: list[Tensor]) -> Recipe | None:
         """The recorded call, or None if a kernel took a tensor that is neither input nor noted."""
-        recipe = Recipe(results[0].device, results, kept)
+        device = next(x.device for x in (*results, *self.inputs) if x is not None)
+        recipe = Recipe(device, results, kept)
         named = {id(x) for x in (*results, *kept)}
         if not named <= {id(x) for x in self.made}:
             return None

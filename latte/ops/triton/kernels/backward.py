@@ -58,7 +58,8 @@ def query_grad_kernel(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DQ_TOKEN: tl.constexpr, DWQ_TOKEN: tl.constexpr, WILD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`query_grad_tile` of all tiles and heads; with WILD, a second launch, few programs look for wild ones."""
     let_next_begin(EARLY)
@@ -77,7 +78,7 @@ def query_grad_kernel(
                     tokens, per_row, slots, scale, softcap,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
                     UNDIRECTED,
-                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, WILD,
                 )  # fmt: skip
     else:
         query_grad_tile(
@@ -88,7 +89,7 @@ def query_grad_kernel(
             wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
             tokens, per_row, slots, scale, softcap,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
-            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD,
+            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, WILD,
         )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def query_grad_tile(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DQ_TOKEN: tl.constexpr, DWQ_TOKEN: tl.constexpr, WILD: tl.constexpr,
 ):  # fmt: skip
     """dq, dwq and the tile's own part of dk; its carry and Z before it; h_0 and lse − log2 p(0|t) of each token."""
     head = program % HEADS
@@ -121,7 +122,6 @@ def query_grad_tile(
     pull = load_rows(dy + row * dy_row + head * dy_head, start, dy_token, real, C, WIDTH, BD, FULL)
     SHIFT: tl.constexpr = 1 if WINDOW > 0 else 0
     row_at = (row * HEADS + head) * tokens + t
-    token_at = row * tokens * HEADS + head
     if WINDOW > 0:
         wk += row * wk_row + (head // GROUPS) * wk_head
         queries = load_rows(wq + row * wq_row + head * wq_head, start, wq_token, real, C, KEY_WIDTH, BE, FULL)
@@ -164,7 +164,8 @@ def query_grad_tile(
             norm2 = norm2 - log_share
         if not FULL:
             dwindow = only_real(dwindow, real)
-        store_rows(dwq + token_at * KEY_WIDTH, dwindow, start, HEADS * KEY_WIDTH, inside, C, KEY_WIDTH, FULL)
+        dwq += row * tokens * DWQ_TOKEN + head * KEY_WIDTH
+        store_rows(dwq, dwindow, start, DWQ_TOKEN, inside, C, KEY_WIDTH, FULL)
         tl.store(shifted_lse + row_at, norm2, mask=inside)
 
     if LATENTS:
@@ -194,10 +195,10 @@ def query_grad_tile(
                 if again == 0:
                     average += tl.sum(p * h, 1)
                 if BLOCKS == 1 or again == 1:
-                    at = (token_at + t.to(tl.int64) * HEADS)[:, None]
                     keep = inside[:, None] & (l < NUM)[None, :]
                     dlogits = p * (h - average[:, None])
-                    dq_at = dq + at * (NUM + SHIFT) + (l + SHIFT)[None, :]
+                    dq_at = dq + (row * tokens + start) * DQ_TOKEN + head * (NUM + SHIFT) + SHIFT
+                    dq_at += tl.arange(0, C)[:, None] * DQ_TOKEN + l[None, :]
                     tl.store(dq_at, dlogits.to(dq.dtype.element_ty), mask=keep)
                     if UNDIRECTED:
                         h = tl.broadcast_to(average[:, None], [C, BL])
@@ -207,14 +208,16 @@ def query_grad_tile(
                         own, through = latent_key_grads(
                             pulls, p, h, keys_l, e, inverse_norm, before, reference, C, BL, HALF, WILD
                         )
-                        tl.store(dk + at * NUM + l[None, :], own, mask=keep)
+                        dk_at = dk + ((row * tokens + start) * HEADS + head) * NUM
+                        dk_at += tl.arange(0, C)[:, None] * (HEADS * NUM) + l[None, :]
+                        tl.store(dk_at, own, mask=keep)
                     carry_h = tl.sum(through * h, 0)
                     carry = add_weighted(zero_rows(BL, WIDTH, BD), tl.trans(through), pull, PRECISION)
                     store_means(tile_carry, carry, carry_at, l < NUM, WIDTH)
                     tl.store(tile_carry_h + carry_at, carry_h, mask=l < NUM)
         if WINDOW > 0:
             dlogit = tl.where(real, window_share * (h_local - average), 0.0)
-            dq_at = dq + (token_at + t.to(tl.int64) * HEADS) * (NUM + 1)
+            dq_at = dq + (row * tokens + start) * DQ_TOKEN + head * (NUM + 1) + tl.arange(0, C) * DQ_TOKEN
             tl.store(dq_at, dlogit.to(dq.dtype.element_ty), mask=inside)
 
 
@@ -230,7 +233,8 @@ def key_grad_kernel(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DK_TOKEN: tl.constexpr, DV_TOKEN: tl.constexpr,
+    DWK_TOKEN: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """`key_grad_tile` of every tile and value head, the last first; with WILD as in `query_grad_kernel`."""
@@ -253,7 +257,7 @@ def key_grad_kernel(
                     tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
                     UNDIRECTED,
-                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, PAST, INTO,
+                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, WILD, PAST, INTO,
                 )  # fmt: skip
     else:
         key_grad_tile(
@@ -266,7 +270,7 @@ def key_grad_kernel(
             wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
             tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
-            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, WILD, PAST, INTO,
+            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, WILD, PAST, INTO,
         )  # fmt: skip
 
 
@@ -283,7 +287,8 @@ def key_grad_tile(
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DK_TOKEN: tl.constexpr, DV_TOKEN: tl.constexpr,
+    DWK_TOKEN: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """dv, dwk and dk of one tile of keys, for all query heads of one value head; with PAST, of past window slots."""
     VALUE_HEADS: tl.constexpr = HEADS // GROUPS
@@ -369,7 +374,8 @@ def key_grad_tile(
                         head,
                         HEADS, NUM, WIDTH, BD, C, BL, SHIFT, CAUSAL, UNDIRECTED, FULL, WILD,
                     )  # fmt: skip
-                at = ((row * tokens + s.to(tl.int64)) * HEADS + head)[:, None] * NUM + l[None, :]
+                token_at = (row * tokens + s.to(tl.int64))[:, None]
+                dk_at = dk + (token_at * DK_TOKEN + head * NUM + l[None, :])
                 keep = inside[:, None] & (l < NUM)[None, :]
                 if CAUSAL:
                     p = exp(logits - peak[:, None]) * inverse[:, None]
@@ -389,7 +395,8 @@ def key_grad_tile(
                     own_carry = load_means(tile_carry, carry_at, l < NUM, WIDTH, BD)
                     carry = plus(carry, narrow(own_carry, tl.float32))
                     carry_h += tl.load(tile_carry_h + carry_at, mask=l < NUM, other=0.0)
-                    grads = tl.load(dk_own + at, mask=keep, other=0.0)
+                    own_at = token_at * (HEADS * NUM) + head * NUM + l[None, :]
+                    grads = tl.load(dk_own + own_at, mask=keep, other=0.0)
                 else:
                     norm = before
                     whole_at = (tl.maximum(sequence, 0).to(tl.int64) * HEADS + head) * NUM + l
@@ -402,17 +409,19 @@ def key_grad_tile(
                 grads += share * (products(values, carry, PRECISION) - carry_h[None, :])
                 if not FULL:
                     grads = tl.where(real[:, None], grads, 0.0)
-                tl.store(dk + at, grads.to(dk.dtype.element_ty), mask=keep)
+                tl.store(dk_at, grads.to(dk.dtype.element_ty), mask=keep)
 
-    at = (row * key_tokens + offset) * VALUE_HEADS + value_head
+    at = row * key_tokens + offset
     if not FULL:
         dvalues = only_real(dvalues, real)
-    store_rows(dv + at * WIDTH, dvalues, start, VALUE_HEADS * WIDTH, exists, C, WIDTH, FULL)
+    dv += at * DV_TOKEN + value_head * WIDTH
+    store_rows(dv, dvalues, start, DV_TOKEN, exists, C, WIDTH, FULL)
     if WINDOW > 0:
         dkeys = scaled(dkeys, scale)
         if not FULL:
             dkeys = only_real(dkeys, real)
-        store_rows(dwk + at * KEY_WIDTH, dkeys, start, VALUE_HEADS * KEY_WIDTH, exists, C, KEY_WIDTH, FULL)
+        dwk += at * DWK_TOKEN + value_head * KEY_WIDTH
+        store_rows(dwk, dkeys, start, DWK_TOKEN, exists, C, KEY_WIDTH, FULL)
 
 
 @triton.jit
