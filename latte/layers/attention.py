@@ -89,7 +89,12 @@ class LatteAttention(nn.Module):
 
     With a `feature_map` ("elu+1", "exp", "relu") the latents are features, and attention is linear attention, the
     undirected model that Latte is compared with; that is without a window.
+
+    With `one_operation` set, Macchiato's projections and attention run on a GPU as one (`latte.ops.projected`). It is
+    off until it has been measured there.
     """
+
+    one_operation = False
 
     def __init__(
         self,
@@ -353,7 +358,9 @@ class LatteAttention(nn.Module):
 
     def _is_one_operation(self, x: Tensor) -> bool:
         """Whether projections and attention of several tokens run as one, which spares a GPU's memory."""
-        if self.num_latents is None or self.window is None or type(self) is not LatteAttention:
+        if not self.one_operation or self.num_latents is None or self.window is None:
+            return False
+        if type(self) is not LatteAttention:
             return False
         linears = self.query, self.key, self.value, self.latent_query, self.latent_key
         is_plain = are_plain(*linears) and all(linear.bias is None for linear in linears)

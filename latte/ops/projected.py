@@ -64,7 +64,10 @@ def projected_macchiato(
     if checks.backend_for(backend, x.device) == "triton" and x.numel() > 0 and factor > 0 and fixed:
         from latte.ops.triton.projected import attend_projected
 
-        scores, logits = beside(weights[:3]), beside((weights.latent_key, weights.latent_query))
+        query, key, value, latent_query, latent_key = weights
+        if rotary is not None:
+            query, key = pairs_together(query, sizes.heads), pairs_together(key, sizes.value_heads)
+        scores, logits = beside((query, key, value)), beside((latent_key, latent_query))
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, mixed, scores, logits = (z.to(dtype) for z in (x, mixed, scores, logits))
@@ -77,6 +80,14 @@ def projected_macchiato(
         x, mixed, weights, rotary, sizes, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
         cu_seqlens=cu_seqlens, backend=backend,
     )  # fmt: skip
+
+
+def pairs_together(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a head in the order 0, E/2, 1, E/2 + 1, …: channels that turn together lie together.
+
+    Scores stay what they are if queries and keys have the same order.
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def _one_by_one(x, mixed, weights, rotary, sizes, **options) -> Tensor:

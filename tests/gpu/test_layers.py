@@ -58,6 +58,31 @@ def test_compiled(form: str) -> None:
     assert max(relative_error(actual, expected) for actual, expected in pairs) < 0.05
 
 
+@pytest.mark.parametrize("tokens", [700, 704], ids=["part of a tile", "whole tiles"])
+@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_one_operation(compiled: bool, width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to float64 as the steps one after the other, and the same bits every time."""
+    monkeypatch.setattr(LatteAttention, "one_operation", True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    exact = LatteAttention(4 * width, 4, window=128, mixer="rglru", backend="torch").to("cuda", torch.float64)
+    layer = LatteAttention(4 * width, 4, window=128, mixer="rglru").to("cuda", torch.bfloat16)
+    layer.load_state_dict(exact.state_dict())
+    exact.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    x = torch.randn((2, tokens, 4 * width), generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    found = gradients(layer, x, None, run)
+    with monkeypatch.context() as patch:
+        patch.setattr(LatteAttention, "one_operation", False)
+        steps = gradients(layer, x, None)
+    expected = gradients(exact, x.double(), None)
+    for one, each, right in zip(found, steps, expected, strict=True):
+        assert relative_error(one, right) < max(1.5 * relative_error(each, right), 0.01)
+    for _ in range(3):  # the third is replayed from a recording
+        assert all(torch.equal(*pair) for pair in zip(gradients(layer, x, None, run), found, strict=True))
+
+
 @EVERY_FORM
 @torch.no_grad()
 def test_streaming_and_packing(form: str) -> None:

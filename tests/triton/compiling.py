@@ -25,7 +25,9 @@ from latte.ops import (
     short_conv,
     window_attention,
 )
+from latte.ops.arguments import HeadSizes
 from latte.ops.gated_recurrence import gated_rglru
+from latte.ops.projected import MacchiatoWeights, projected_macchiato
 from latte.ops.steps import (
     LinearWeights,
     Place,
@@ -36,7 +38,6 @@ from latte.ops.steps import (
     short_conv_step_,
 )
 from latte.ops.triton import attention, attention_call, call, plan
-from latte.ops.triton.rotary import turn_
 from latte.ops.triton.window_tail import copy_tail
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -95,15 +96,16 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def attention_calls(tokens: int) -> None:
-    """With gradients, without, when the window's state is kept, in a long row of heads in two parts, and in float32."""
+    """With projections and gradients, without, when the window's state is kept, in a long row, and in float32."""
     shape, long, latents = (1, tokens, 2), (1, 8 * tokens, 2), 16
     q, k, v, *pair = (tensor(*shape, width) for width in (latents + 1, latents, 64, 64, 64))
-    macchiato_attention(q, k, v, *pair, window=128, backend="triton").y.sum().backward()
+    x, angles = tensor(1, tokens, 32), torch.zeros(1, tokens, 32)
+    weights = MacchiatoWeights(*(tensor(rows, 32) for rows in (128, 128, 128, 2 * (latents + 1), 2 * latents)))
+    sizes = HeadSizes(2, 2, latents, 64, 64)
+    projected_macchiato(x, x, weights, (angles, angles), sizes, window=128, backend="triton").sum().backward()
     with torch.no_grad():
         macchiato_attention(q, k, v, *pair, window=128, backend="triton")
     copy_tail(v, v)
-    angles = torch.zeros(1, tokens, 32)
-    turn_(torch.zeros(1, tokens, 4 * 64), angles, angles, 2, 2, 128, back=True)
     keys = tensor(*long, latents)
     latte_attention(keys, keys, tensor(*long, 96), backend="triton")
     exact = [tensor(*shape, 64, dtype=torch.float32) for _ in range(3)]

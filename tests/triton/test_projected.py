@@ -18,11 +18,17 @@ SIZES = {
     "grouped, odd widths": HeadSizes(4, 2, 5, 7, 6),
     "parts of whole rows": HeadSizes(4, 4, 4, 16, 16),
     "one of each": HeadSizes(1, 1, 1, 1, 2),
+    "rows in two parts": HeadSizes(1, 1, 2, 70, 74),
 }
 C, MIXED = 10, 6
 FLOAT32 = 3e-5
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 NAMES = ("x", "mixed", *MacchiatoWeights._fields)
+
+
+@pytest.fixture(autouse=True)
+def one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatteAttention, "one_operation", True)
 
 
 def make_inputs(sizes: HeadSizes, device: str, batch: int = 2, tokens: int = 70) -> tuple[Tensor, ...]:
@@ -231,7 +237,7 @@ def test_autocast(device: str) -> None:
         assert relative_error(grad, right.double()) < 3e-2
 
 
-@pytest.mark.parametrize("change", ["bias", "hook", "subclass", "one token"])
+@pytest.mark.parametrize("change", ["bias", "hook", "subclass", "one token", "switched off"])
 def test_layers_that_are_not_plain_take_their_steps(change: str, device: str, monkeypatch) -> None:
     from latte.ops.triton import projected
 
@@ -239,6 +245,8 @@ def test_layers_that_are_not_plain_take_their_steps(change: str, device: str, mo
     kind = type("Another", (LatteAttention,), {}) if change == "subclass" else LatteAttention
     layer = kind(24, 4, 3, window=9, bias=change == "bias", backend="triton").to(device)
     seen = []
+    if change == "switched off":
+        layer.one_operation = False
     if change == "hook":
         layer.value.register_forward_hook(lambda *_: seen.append(1))
     layer(torch.randn(1, 1 if change == "one token" else 5, 24, device=device))

@@ -338,14 +338,14 @@ def fill_gradients(
     room: launch.Room, memory: tuple[Tensor, ...], dy: Tensor, kept: list[Tensor], tensors: tuple[Tensor | None, ...],
     options: tuple,
 ) -> None:  # fmt: skip
-    """Gradients of the first five of TENSORS, without state or past, into `room`, whose parts lie in `memory`."""
+    """Gradients of the first five of TENSORS, without state or past, into `room`, of whose parts `memory` is made."""
 
     def call() -> list[Tensor]:
         _backward(dy, None, None, kept, *tensors, *options, room=room)
         return []
 
     if _plain(tensors):
-        FILLING.perform((dy, *kept, *tensors, *memory), options, call)
+        FILLING.perform((dy, *kept, *tensors, *memory, room.cos, room.sin), options, call)
     else:
         call()
 

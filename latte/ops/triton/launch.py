@@ -1,6 +1,6 @@
 """The launches of one call: outputs and gradients."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_ker
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.plan import aligned, pick
 from latte.ops.triton.replay import empty
+from latte.ops.triton.rotary import row_stride
 from latte.ops.triton.states import States
 from latte.ops.triton.tiles import lanes
 from latte.ops.triton.window_tail import block_size
@@ -58,6 +59,8 @@ class Room(NamedTuple):
     v: Tensor
     window_q: Tensor | None
     window_k: Tensor | None
+    cos: Tensor | None = None  # of the angles by which the window's queries and keys were turned: gradients are
+    sin: Tensor | None = None  # turned back
 
 
 class Gradients(NamedTuple):
@@ -87,7 +90,8 @@ def gradients(
     """All gradients, in `room` if that is given; `into` is the gradient of the final state as a carry."""
     x, plan, tiles = call.inputs, call.plan, call.tiles
     heads, latents = call.form.heads, call.form.latents
-    dq, dk, dv, dwq, dwk = room = room or Room(_like(x.q), _like(x.k), _room(x.v), _like(x.window_q), _like(x.window_k))
+    room = room or Room(_like(x.q), _like(x.k), _room(x.v), _like(x.window_q), _like(x.window_k))
+    dq, dk, dv, dwq, dwk, *angles = room
     own = carries = shifted = local_h = None
     if latents:
         own = call.empty(call.batch, call.tokens, heads, latents)
@@ -101,13 +105,15 @@ def gradients(
     head = (x.q, x.k, x.v, x.window_q, x.window_k, x.mask, dy, *_seen(call, states))
     is_aligned = call.aligned and aligned(dy, *room)
     programs = tiles.total * heads
-    numbers = (*call.numbers(dy), programs)
+    angles_row = 0 if room.cos is None else row_stride(room.cos)
+    numbers = (*call.numbers(dy), angles_row, programs)
     tensors = (
         *head, lse, tiles.table, tiles.bounds, dq, own, dwq, *(carries[:2] if carries else (None,) * 2), shifted,
-        local_h,
+        local_h, *angles,
     )  # fmt: skip
+    turned: dict[str, Any] = {"TURNED": room.cos is not None}
     steps = _token_strides(DQ_TOKEN=dq, DWQ_TOKEN=dwq)
-    constants = {**plan.shared, **plan.query_grad, **steps}
+    constants = {**plan.shared, **plan.query_grad, **steps, **turned}
     for name, wild in call.rounds("query_grad"):
         kind, name = {**constants, "WILD": wild, "launch_pdl": wild and call.form.early}, (name, *steps.values())
         plan.launch(name, query_grad_kernel, _grid(programs, wild), tensors, numbers, kind, is_aligned)
@@ -117,12 +123,13 @@ def gradients(
     tensors = (
         *head, None if states is None else states.last_norm, *(carries[:5] if carries else (None,) * 5), *final,
         *(carries[5:] if carries else (None,) * 2), shifted,
-        local_h, tiles.table, tiles.bounds, dk, own, dv, dwk,
+        local_h, tiles.table, tiles.bounds, dk, own, dv, dwk, *angles,
     )  # fmt: skip
     programs = tiles.total * call.form.value_heads
-    numbers = (*call.numbers(dy), *call.spread[1:], x.v.shape[1], programs)
+    numbers = (*call.numbers(dy), angles_row, *call.spread[1:], x.v.shape[1], programs)
     steps = _token_strides(DK_TOKEN=dk, DV_TOKEN=dv, DWK_TOKEN=dwk)
-    constants = {**plan.shared, **plan.key_grad, **steps, "INTO": into is not None, "launch_pdl": call.form.early}
+    constants = {**plan.shared, **plan.key_grad, **steps, **turned, "INTO": into is not None}
+    constants["launch_pdl"] = call.form.early
     for name, wild in call.rounds("key_grad"):
         kind, name = {**constants, "WILD": wild, "PAST": False}, (name, *steps.values())
         plan.launch(name, key_grad_kernel, _grid(programs, wild), tensors, numbers, kind, is_aligned)

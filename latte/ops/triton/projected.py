@@ -1,8 +1,9 @@
 """Macchiato with its projections on GPUs: products, rotary positions and the attention kernels as one operation.
 
-What it saves is memory's time. Queries and keys are turned where their product wrote them. Backward writes all
-gradients of scores into the columns of one matrix, those of logits into another, so that a product makes the gradient
-of each input and another that of its weights, with no sums and no copies between.
+What it saves is memory's time. Queries and keys are turned where their product wrote them. In backward the attention
+kernels turn their gradients back as they write them, side by side into the columns of one matrix; those of logits go
+into another. So one product makes the gradient of each input and one that of its weights, with no sums and no copies
+between.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from latte.ops.arguments import HeadSizes
 from latte.ops.beside import starts
 from latte.ops.triton.attention import check_sizes, fake_results, fill_gradients, mixture_results
+from latte.ops.triton.call import dense
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.launch import Room
@@ -41,11 +43,14 @@ def attend_projected(
     softcap: float,
     causal: bool,
 ) -> Tensor:
-    """y; the weights are `beside` each other in the order of `sizes.scores` and `sizes.logits`."""
+    """y; the weights are `beside` each other in the order of `sizes.scores` and `sizes.logits`.
+
+    With cos and sin, queries' and keys' have `pairs_together`.
+    """
     check_device(output_kernel, x.device)
     check_dtypes(x=x, mixed=mixed, weight=weight, latent_weight=latent_weight, cos=cos, sin=sin)
     check_sizes(sizes.width, sizes.key_width, sizes.latents)
-    operands = (x, mixed, weight, latent_weight, cos, sin, mask, cu_seqlens)
+    operands = (x, mixed, weight, latent_weight, dense(cos), dense(sin), mask, cu_seqlens)
     options = (list(sizes), window, scale, softcap, causal)
     if torch.compiler.is_compiling():
         return projected_forward(*operands, *options)[0]
@@ -58,7 +63,7 @@ def _forward(x, mixed, weight, latent_weight, cos, sin, mask, cu_seqlens, sizes,
     sizes = HeadSizes(*sizes)
     scores, logits = F.linear(x, weight), F.linear(mixed, latent_weight)
     if cos is not None:
-        turn_(scores, cos, sin, *_turned(sizes))
+        turn_(scores, cos, sin, sizes.heads, sizes.value_heads, starts(sizes.scores)[1])
     y, *kept = mixture_results(*_mixture(scores, logits, mask, cu_seqlens, sizes, options))
     return [y, scores, logits, *kept]
 
@@ -70,18 +75,11 @@ def _backward(
     sizes = HeadSizes(*sizes)
     scores, logits, *kept = kept
     dscores, dlogits = torch.empty_like(scores), torch.empty_like(logits)
-    room = Room(*_parts(dscores, dlogits, sizes))
+    room = Room(*_parts(dscores, dlogits, sizes), cos=cos, sin=sin)
     fill_gradients(room, (dscores, dlogits), dy, kept, *_mixture(scores, logits, mask, cu_seqlens, sizes, options))
-    if cos is not None:
-        turn_(dscores, cos, sin, *_turned(sizes), back=True)
     dx, dweight = _product_gradients(dscores, x, weight, sizes.scores, needs[0], needs[2])
     dmixed, dlatent_weight = _product_gradients(dlogits, mixed, latent_weight, sizes.logits, needs[1], needs[3])
     return [dx, dmixed, dweight, dlatent_weight]
-
-
-def _turned(sizes: HeadSizes) -> tuple[int, int, int]:
-    """How many heads of queries and of keys there are, and the column in which keys begin."""
-    return sizes.heads, sizes.value_heads, starts(sizes.scores)[1]
 
 
 def _mixture(

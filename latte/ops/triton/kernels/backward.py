@@ -20,6 +20,7 @@ from latte.ops.triton.kernels.latents import (
     normalisers,
 )
 from latte.ops.triton.kernels.order import let_next_begin, wait_for_last
+from latte.ops.triton.kernels.rotary import turn_back
 from latte.ops.triton.kernels.rows import (
     add_weighted,
     hold,
@@ -50,15 +51,16 @@ from latte.ops.triton.kernels.window import (
 @triton.jit
 def query_grad_kernel(
     q, k, v, wq, wk, mask, dy, norms, means, peaks, wild, lse, table, bounds,
-    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h, cos, sin,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-    tokens, per_row, slots, scale, softcap, programs,
+    tokens, per_row, slots, scale, softcap, angles_row, programs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, DQ_TOKEN: tl.constexpr, DWQ_TOKEN: tl.constexpr, WILD: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DQ_TOKEN: tl.constexpr, DWQ_TOKEN: tl.constexpr,
+    TURNED: tl.constexpr, WILD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """`query_grad_tile` of all tiles and heads; with WILD, a second launch, few programs look for wild ones."""
@@ -72,24 +74,24 @@ def query_grad_kernel(
                 query_grad_tile(
                     program,
                     q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
-                    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+                    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h, cos, sin,
                     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
                     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-                    tokens, per_row, slots, scale, softcap,
+                    tokens, per_row, slots, scale, softcap, angles_row,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
                     UNDIRECTED,
-                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, WILD,
+                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, TURNED, WILD,
                 )  # fmt: skip
     else:
         query_grad_tile(
             tl.program_id(0),
             q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
-            dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+            dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h, cos, sin,
             q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
             wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-            tokens, per_row, slots, scale, softcap,
+            tokens, per_row, slots, scale, softcap, angles_row,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
-            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, WILD,
+            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, TURNED, WILD,
         )  # fmt: skip
 
 
@@ -97,17 +99,21 @@ def query_grad_kernel(
 def query_grad_tile(
     program,
     q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
-    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h,
+    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h, cos, sin,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-    tokens, per_row, slots, scale, softcap,
+    tokens, per_row, slots, scale, softcap, angles_row,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, DQ_TOKEN: tl.constexpr, DWQ_TOKEN: tl.constexpr, WILD: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, DQ_TOKEN: tl.constexpr, DWQ_TOKEN: tl.constexpr,
+    TURNED: tl.constexpr, WILD: tl.constexpr,
 ):  # fmt: skip
-    """dq, dwq and the tile's own part of dk; its carry and Z before it; h_0 and lse − log2 p(0|t) of each token."""
+    """dq, dwq and the tile's own part of dk; its carry and Z before it; h_0 and lse − log2 p(0|t) of each token.
+
+    TURNED: dwq, and in `key_grad_tile` dwk, are turned back to what queries and keys were before their positions.
+    """
     head = program % HEADS
     index = program // HEADS
     row, tile = (index // per_row).to(tl.int64), index % per_row
@@ -164,6 +170,9 @@ def query_grad_tile(
             norm2 = norm2 - log_share
         if not FULL:
             dwindow = only_real(dwindow, real)
+        if TURNED:
+            at = row * angles_row + t.to(tl.int64) * (KEY_WIDTH // 2)
+            dwindow = turn_back(dwindow, cos, sin, at, inside, KEY_WIDTH, FULL)
         dwq += row * tokens * DWQ_TOKEN + head * KEY_WIDTH
         store_rows(dwq, dwindow, start, DWQ_TOKEN, inside, C, KEY_WIDTH, FULL)
         tl.store(shifted_lse + row_at, norm2, mask=inside)
@@ -225,16 +234,16 @@ def query_grad_tile(
 def key_grad_kernel(
     q, k, v, wq, wk, mask, dy, norms, means, peaks, wild, last_norm,
     tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h,
-    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk, cos, sin,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-    tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens, programs,
+    tokens, per_row, slots, scale, softcap, angles_row, per_piece, pieces, key_tokens, programs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr, DK_TOKEN: tl.constexpr, DV_TOKEN: tl.constexpr,
-    DWK_TOKEN: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
+    DWK_TOKEN: tl.constexpr, TURNED: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """`key_grad_tile` of every tile and value head, the last first; with WILD as in `query_grad_kernel`."""
@@ -251,13 +260,14 @@ def key_grad_kernel(
                     q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
                     tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
                     whole_carry_h,
-                    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+                    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk, cos, sin,
                     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
                     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-                    tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
+                    tokens, per_row, slots, scale, softcap, angles_row, per_piece, pieces, key_tokens,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
                     UNDIRECTED,
-                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, WILD, PAST, INTO,
+                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, TURNED, WILD, PAST,
+                    INTO,
                 )  # fmt: skip
     else:
         key_grad_tile(
@@ -265,12 +275,12 @@ def key_grad_kernel(
             q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
             tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
             whole_carry_h,
-            shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+            shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk, cos, sin,
             q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
             wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-            tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
+            tokens, per_row, slots, scale, softcap, angles_row, per_piece, pieces, key_tokens,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
-            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, WILD, PAST, INTO,
+            PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, TURNED, WILD, PAST, INTO,
         )  # fmt: skip
 
 
@@ -279,16 +289,16 @@ def key_grad_tile(
     program,
     q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
     tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry, whole_carry_h,
-    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk,
+    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk, cos, sin,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
     wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-    tokens, per_row, slots, scale, softcap, per_piece, pieces, key_tokens,
+    tokens, per_row, slots, scale, softcap, angles_row, per_piece, pieces, key_tokens,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, KEY_WIDTH: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     WINDOW: tl.constexpr, NEAR: tl.constexpr, LATENTS: tl.constexpr, CAUSAL: tl.constexpr, UNDIRECTED: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FULL: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr, DK_TOKEN: tl.constexpr, DV_TOKEN: tl.constexpr,
-    DWK_TOKEN: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
+    DWK_TOKEN: tl.constexpr, TURNED: tl.constexpr, WILD: tl.constexpr, PAST: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """dv, dwk and dk of one tile of keys, for all query heads of one value head; with PAST, of past window slots."""
     VALUE_HEADS: tl.constexpr = HEADS // GROUPS
@@ -421,6 +431,9 @@ def key_grad_tile(
         if not FULL:
             dkeys = only_real(dkeys, real)
         dwk += at * DWK_TOKEN + value_head * KEY_WIDTH
+        if TURNED:
+            angles_at = row * angles_row + s.to(tl.int64) * (KEY_WIDTH // 2)
+            dkeys = turn_back(dkeys, cos, sin, angles_at, exists, KEY_WIDTH, FULL)
         store_rows(dwk, dkeys, start, DWK_TOKEN, exists, C, KEY_WIDTH, FULL)
 
 
