@@ -30,6 +30,9 @@ Inputs are random numbers from a fixed seed.
 
 - **wall** is the time of a call as a program sees it: the host launches, the GPU follows, and gaps between launches
   count. On a GPU it is the median of `triton.testing.do_bench`, which empties the L2 cache before every call.
+- **one thread**, where a run has it, is wall with backward in the thread that calls it
+  (`torch.autograd.set_multithreading_enabled(False)`). By default PyTorch runs a GPU's backward in a thread of its own,
+  which has to wake first. Targets are judged by wall.
 - **device** is the GPU's work alone: the call is captured in a CUDA graph and replayed
   (`triton.testing.do_bench_cudagraph`, median).
 - **limit** is what the memory alone needs: every input read once and every output written once, and for backward

@@ -123,7 +123,8 @@ def time_ops(suite: Suite, contenders: Sequence[Contender], shape: Sizes, needed
             continue
         times, moved = measured
         limit = limits.milliseconds(moved, suite.bandwidth)
-        cells |= {"wall_ms": times.wall, "device_ms": times.device, "limit_ms": limit}
+        cells |= {"wall_ms": times.wall, "one_thread_ms": times.one_thread, "device_ms": times.device}
+        cells |= {"limit_ms": limit}
         cells |= {"times_limit": None if times.device is None else times.device / limit}
         yield op_row(suite, contender, shape, what, times, cells)
 
@@ -138,7 +139,7 @@ def attempt(
     backward = what == "forward+backward"
     try:
         inputs = contender.inputs(shape, DTYPE, suite.device)
-        times = clock.time(contender.step(inputs, shape, backward=backward))
+        times = clock.time(contender.step(inputs, shape, backward=backward), backward=backward)
         y = first(contender.step(inputs, shape, backward=False)())
         return times, limits.bytes_moved(inputs, y, backward=backward)
     except Exception as error:

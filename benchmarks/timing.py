@@ -51,6 +51,7 @@ class Times(NamedTuple):
     wall: float  # launched one by one, as a program does: gaps in which the GPU waits for the host included
     device: float | None  # replayed from a CUDA graph: the GPU's work alone
     note: str = ""
+    one_thread: float | None = None  # wall again, with backward in the thread that calls it
 
 
 class GPUClock:
@@ -59,17 +60,22 @@ class GPUClock:
     def __init__(self, warmup: int, rep: int) -> None:
         self.warmup, self.rep = warmup, rep
 
-    def time(self, step: Step) -> Times:
+    def time(self, step: Step, *, backward: bool = False) -> Times:
+        import torch
         from triton import testing
 
         wall: Any = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")
         if wall > LONG:
             return Times(wall, wall, f"longer than {LONG:g} ms, so no graph was taken")
+        one_thread: Any = None
+        if backward:
+            with torch.autograd.set_multithreading_enabled(False):
+                one_thread = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")
         try:
             device: Any = testing.do_bench_cudagraph(step, rep=max(self.rep // 2, 1), return_mode="median")
         except Exception as error:  # whatever a contender does in a capture is worth a note, no more
-            return Times(wall, None, f"no CUDA graph: {reason(error)}")
-        return Times(wall, device)
+            return Times(wall, None, f"no CUDA graph: {reason(error)}", one_thread)
+        return Times(wall, device, one_thread=one_thread)
 
 
 def reason(error: BaseException) -> str:

@@ -27,9 +27,9 @@ PLAN = Plan(
 class Clock:
     """Runs a step once and says that it took a millisecond, half of it on the device."""
 
-    def time(self, step) -> Times:
+    def time(self, step, *, backward=False) -> Times:
         step()
-        return Times(1.0, 0.5)
+        return Times(1.0, 0.5, one_thread=0.75 if backward else None)
 
 
 def make_suite(**changes) -> Suite:
@@ -54,6 +54,7 @@ def test_every_op_is_timed_against_its_limit(report):
     assert row["limit_ms"] == pytest.approx(1e3 * moved / 1e12)
     assert row["times_limit"] == pytest.approx(0.5 / row["limit_ms"])
     assert (row["wall_ms"], row["device_ms"], row["status"]) == (1.0, 0.5, "measured")
+    assert all(row["one_thread_ms"] == (0.75 if row["pass"] == "forward+backward" else None) for row in rows)
 
 
 def test_attention_is_timed_in_the_other_head_width_too(report):
