@@ -42,7 +42,7 @@ QUICK = Plan(
 
 
 class Clock(Protocol):
-    def time(self, step: Step, *, backward: bool = False) -> Times: ...
+    def time(self, step: Step, *, one_thread: bool = False) -> Times: ...
 
 
 @dataclass

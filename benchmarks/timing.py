@@ -60,22 +60,22 @@ class GPUClock:
     def __init__(self, warmup: int, rep: int) -> None:
         self.warmup, self.rep = warmup, rep
 
-    def time(self, step: Step, *, backward: bool = False) -> Times:
+    def time(self, step: Step, *, one_thread: bool = False) -> Times:
         import torch
         from triton import testing
 
         wall: Any = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")
         if wall > LONG:
             return Times(wall, wall, f"longer than {LONG:g} ms, so no graph was taken")
-        one_thread: Any = None
-        if backward:
+        alone: Any = None
+        if one_thread:
             with torch.autograd.set_multithreading_enabled(False):
-                one_thread = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")
+                alone = testing.do_bench(step, warmup=self.warmup, rep=self.rep, return_mode="median")
         try:
             device: Any = testing.do_bench_cudagraph(step, rep=max(self.rep // 2, 1), return_mode="median")
         except Exception as error:  # whatever a contender does in a capture is worth a note, no more
-            return Times(wall, None, f"no CUDA graph: {reason(error)}", one_thread)
-        return Times(wall, device, one_thread=one_thread)
+            return Times(wall, None, f"no CUDA graph: {reason(error)}", alone)
+        return Times(wall, device, one_thread=alone)
 
 
 def reason(error: BaseException) -> str:

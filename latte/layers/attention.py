@@ -197,12 +197,14 @@ class LatteAttention(nn.Module):
         rotary: Rotary | None = None,
     ) -> Float[Tensor, "B T C"]:
         """y of whole sequences; the arguments are those of `stream`."""
-        self._check_arguments(x, None, mask, cu_seqlens)
         if self.num_latents is None and self.window is None:  # whose state, when packed, is N times the row
+            self._check_arguments(x, None, mask, cu_seqlens)
             q, k, v = self._scores(x, x, None, mask, cu_seqlens, positions, rotary)
             return self._merge_heads(self._full_attention(q, k, v, None, mask, cu_seqlens))
-        if self._is_one_operation(x):
-            return self._merge_heads(self._attend_at_once(x, mask, cu_seqlens, positions, rotary))
+        if self.one_operation and self._is_plain_macchiato():
+            self._check_arguments(x, None, mask, cu_seqlens)
+            if backend_for(self.backend, x.device) == "triton":
+                return self._merge_heads(self._attend_at_once(x, mask, cu_seqlens, positions, rotary))
         return self.stream(x, None, mask, cu_seqlens, positions, rotary).y
 
     def stream(
@@ -356,15 +358,12 @@ class LatteAttention(nn.Module):
         q, k, v = self._scores(x, x, state, mask, cu_seqlens, positions, rotary)
         return macchiato_attention(latent_q, latent_k, v, q, k, **window, **options)
 
-    def _is_one_operation(self, x: Tensor) -> bool:
-        """Whether projections and attention of several tokens run as one, which spares a GPU's memory."""
-        if not self.one_operation or self.num_latents is None or self.window is None:
-            return False
-        if type(self) is not LatteAttention:
+    def _is_plain_macchiato(self) -> bool:
+        """Whether queries, keys, values and logits are nothing but products of the projections' weights."""
+        if self.num_latents is None or self.window is None or type(self) is not LatteAttention:
             return False
         linears = self.query, self.key, self.value, self.latent_query, self.latent_key
-        is_plain = are_plain(*linears) and all(linear.bias is None for linear in linears)
-        return is_plain and x.shape[1] > 1 and backend_for(self.backend, x.device) == "triton"
+        return are_plain(*linears) and all(linear.bias is None for linear in linears)
 
     def _attend_at_once(
         self,
@@ -381,7 +380,7 @@ class LatteAttention(nn.Module):
         heads, value_heads = weights.query.shape[0] // self.window_head_dim, weights.value.shape[0] // self.head_dim
         latents, window = cast(int, self.num_latents), cast(int, self.window)
         return projected_macchiato(
-            x, mixed, weights, self._angles(x, None, mask, cu_seqlens, positions, rotary),
+            x, mixed, weights, self._angles(x, None, positions, rotary, mask=mask, cu_seqlens=cu_seqlens),
             HeadSizes(heads, value_heads, latents, self.head_dim, self.window_head_dim), window=window,
             scale=self.scale, softcap=self.softcap, causal=self.causal, mask=mask, cu_seqlens=cu_seqlens,
             backend=self.backend,
@@ -414,31 +413,27 @@ class LatteAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Softmax queries and keys of `source`, turned by their positions, and values of x."""
         q, k = self._queries_and_keys(source)
-        angles = self._angles(x, state, mask, cu_seqlens, positions, rotary)
+        before = None if state is None else state.position
+        angles = self._angles(x, before, positions, rotary, mask=mask, cu_seqlens=cu_seqlens)
         if angles is not None:
             q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
         return q, k, self._values(x)
 
     def _angles(
-        self,
-        x: Tensor,
-        state: AttentionState | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        positions: Tensor | None,
-        rotary: Rotary | None,
+        self, x: Tensor, before: Tensor | None, positions: Tensor | None, rotary: Rotary | None, **tokens: Tensor | None
     ) -> Rotary | None:
-        """cos and sin by which queries and keys of x are turned, or None."""
+        """cos and sin by which queries and keys of x are turned, or None; `tokens` are mask and cu_seqlens."""
         if rotary is not None and positions is not None:
             raise ValueError("positions and rotary are both given; give one, since rotary is made from positions")
-        if self.rope_theta is None or rotary is not None:
-            return None if self.rope_theta is None else rotary
-        if positions is not None:
+        if self.rope_theta is None:
+            return None
+        if rotary is not None:
+            return rotary
+        if positions is None:
+            positions = token_positions(x.shape[1], x.device, before=before, **tokens)
+        else:
             rows = 1 if positions.shape[:1] == (1,) else x.shape[0]
             check_sizes("positions", positions, "B T", (rows, x.shape[1]))
-        else:
-            before = None if state is None else state.position
-            positions = token_positions(x.shape[1], x.device, before=before, mask=mask, cu_seqlens=cu_seqlens)
         return make_rotary(positions, self.window_head_dim, self.rope_theta)
 
     def _full_attention(

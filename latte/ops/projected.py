@@ -58,7 +58,10 @@ def projected_macchiato(
     checks.check_scores(scale, softcap)
     checks.check_mask(mask, x.shape[0], x.shape[1])
     checks.check_cu_seqlens(cu_seqlens, x.shape[0])
-    checks.check_same_device(x=x, mixed=mixed, **weights._asdict(), mask=mask, cu_seqlens=cu_seqlens)
+    checks.check_same_device(
+        x=x, mixed=mixed, **weights._asdict(), mask=mask, cu_seqlens=cu_seqlens,
+        **dict(zip(("cos", "sin"), rotary or (), strict=False)),
+    )  # fmt: skip
     factor: float = sizes.key_width**-0.5 if scale is None else scale
     fixed = rotary is None or not any(angles.requires_grad for angles in rotary)
     if checks.backend_for(backend, x.device) == "triton" and x.numel() > 0 and factor > 0 and fixed:
@@ -106,9 +109,7 @@ def _check(x: Tensor, mixed: Tensor, weights: MacchiatoWeights, sizes: HeadSizes
     for name, size in sizes._asdict().items():
         checks.check_positive("sizes", size, name)
     checks.check_grouping(sizes.heads, sizes.value_heads, "query", "value")
-    queries, keys, values = sizes.scores
-    latent_keys, latent_queries = sizes.logits
-    rows = MacchiatoWeights(queries, keys, values, latent_queries, latent_keys)  # pyright: ignore[reportArgumentType]
-    for name, weight, size in zip(MacchiatoWeights._fields, weights, rows, strict=True):
+    names = ("query", "key", "value", "latent_key", "latent_query")
+    for name, rows in zip(names, (*sizes.scores, *sizes.logits), strict=True):
         source = mixed if name.startswith("latent") else x
-        checks.check_shape(name, weight, "rows C", (int(size), source.shape[2]))
+        checks.check_shape(name, getattr(weights, name), "rows C", (rows, source.shape[2]))

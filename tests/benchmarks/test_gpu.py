@@ -27,9 +27,9 @@ PLAN = Plan(
 class Clock:
     """Runs a step once and says that it took a millisecond, half of it on the device."""
 
-    def time(self, step, *, backward=False) -> Times:
+    def time(self, step, *, one_thread=False) -> Times:
         step()
-        return Times(1.0, 0.5, one_thread=0.75 if backward else None)
+        return Times(1.0, 0.5, one_thread=0.75 if one_thread else None)
 
 
 def make_suite(**changes) -> Suite:
