@@ -63,18 +63,18 @@ class Contender:
     def inputs(self, sizes: Sizes, dtype: torch.dtype, device: str) -> list[Tensor]:
         return [x.requires_grad_() for x in self.draw(Draw(sizes, dtype, device))]
 
-    def step(self, inputs: list[Tensor], sizes: Sizes, *, backward: bool) -> Callable[[], object]:
-        """A function that does the work once."""
+    def step(self, inputs: list[Tensor], sizes: Sizes, *, backward: bool, **options: str) -> Callable[[], object]:
+        """A function that does the work once; `options` are of our ops."""
         plain = [x.detach() for x in inputs]  # FlexAttention takes no others forward on a CPU
 
         def forward() -> object:
             with torch.no_grad():
-                return self.run(plain, sizes)
+                return self.run(plain, sizes, **options)
 
         if not backward:
             return forward
         dy = torch.randn_like(first(forward()))
-        return lambda: torch.autograd.grad(first(self.run(inputs, sizes)), inputs, dy)
+        return lambda: torch.autograd.grad(first(self.run(inputs, sizes, **options)), inputs, dy)
 
 
 def first(output: Any) -> Tensor:

@@ -19,6 +19,9 @@ from latte.ops.triton import replay
 class Binary:
     """A kernel as its first launch leaves it: told dtypes, it takes addresses in place of tensors."""
 
+    function = packed_metadata = None
+    done: list[str]  # of the test at hand: plans keep binaries for longer
+
     def __init__(self, kernel: InterpretedFunction, arguments: tuple) -> None:
         self.kernel = kernel
         self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in arguments]
@@ -26,9 +29,11 @@ class Binary:
     def __getitem__(self, grid: tuple[int, ...]):
         return self.kernel[grid]
 
-    def run_at(self, grid: tuple[int, ...], arguments: tuple) -> None:
+    def run(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter, leave, *arguments) -> None:
+        """As Triton's launchers are called."""
+        self.done.append(self.kernel.fn.__name__)
         dtypes = [*self.dtypes, *[None] * (len(arguments) - len(self.dtypes))]
-        self.kernel[grid](*map(tensor_at, arguments, dtypes))
+        self.kernel[(x, y, z)](*map(tensor_at, arguments, dtypes))
 
 
 def tensor_at(address, dtype: torch.dtype | None):
@@ -55,19 +60,11 @@ class Kernel:
         return launch
 
 
-@pytest.fixture
-def replays(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were launched from recordings, in order."""
-    if device == "cuda":
-        pytest.skip("tests/gpu has compiled kernels' own")
+def emulate(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let calls in the interpreter be recorded and replayed; names of the kernels that recordings launch, in order."""
     done: list[str] = []
-
-    def launch_binary(binary: Binary, grid: tuple[int, ...], stream: int, arguments: tuple) -> None:
-        done.append(binary.kernel.fn.__name__)
-        binary.run_at(grid, arguments)
-
+    monkeypatch.setattr(Binary, "done", done, raising=False)
     monkeypatch.setattr(replay, "REPLAYED_ON", "cpu")
-    monkeypatch.setattr(replay, "launch_binary", launch_binary)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 0)))
     monkeypatch.setattr(checks, "may_replay", lambda *_: True)
     monkeypatch.setattr(known, "KNOWN", {})
@@ -79,3 +76,11 @@ def replays(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             elif isinstance(value, replay.Cookbook):
                 monkeypatch.setattr(module, name, replay.Cookbook())
     return done
+
+
+@pytest.fixture
+def replays(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were launched from recordings, in order."""
+    if device == "cuda":
+        pytest.skip("tests/gpu has compiled kernels' own")
+    return emulate(monkeypatch)

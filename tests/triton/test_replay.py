@@ -24,8 +24,8 @@ def test_places_of_inputs_results_kept_parts_scratch_and_views():
     )
     kernel, grid, places, rest = recipe.launches[0]
     assert (kernel, grid, rest) == ("kernel", (7, 1, 1), (5, True))
-    # Inputs are 0 to 2, the result 3, what is kept 4, scratch 5; a row of scratch is 16 bytes, one of x is 32.
-    assert places == [(0, 0), None, (3, 0), (4, 0), (5, 16), (0, 32)]
+    # Inputs are 0 and 1, the result 2, what is kept 3, scratch 4; a row of scratch is 16 bytes, one of x is 32.
+    assert places == [(0, 0), None, (2, 0), (3, 0), (4, 16), (0, 32)]
 
 
 def test_a_view_in_two_inputs_spoils_the_recording():

@@ -13,9 +13,10 @@ from latte.ops.triton import launch
 from latte.ops.triton.attention_call import Call, Inputs, Options
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.forward import output_kernel
+from latte.ops.triton.known_call import Known, KnownCall
 from latte.ops.triton.past import lay_past, lift_past
 from latte.ops.triton.prepare import prepare
-from latte.ops.triton.replay import Cookbook, sign
+from latte.ops.triton.replay import Cookbook, Recipe, sign
 from latte.ops.triton.states import KEPT as KEPT_STATES
 from latte.ops.triton.states import kept_shapes, kept_states, states_to_keep, tile_states
 
@@ -58,7 +59,7 @@ def attend(
         window, scale, softcap, undirected, causal,
     )  # fmt: skip
     # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
-    results = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(None, tail, *arguments)
+    results = mixture_forward(*arguments) if torch.compiler.is_compiling() else Mixture.apply(tail, *arguments)
     y, log_norm, mean, *_ = results
     return y, LatteState(log_norm, mean)
 
@@ -157,8 +158,7 @@ class Mixture(torch.autograd.Function):
     """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
-    def forward(ctx, known, tail, *arguments):
-        """`known` is the recipe of such a call, if it is at hand."""
+    def forward(ctx, tail, *arguments):
         tensors, options = arguments[:12], arguments[12:]
         inputs = (*tensors, *(() if tail is None else tail))
 
@@ -166,14 +166,8 @@ class Mixture(torch.autograd.Function):
             results = _forward(*arguments, tail=tail)
             return list(results[:3]), list(results[3:])
 
-        recipe = known
-        if recipe is None and _plain(tensors):
-            recipe = FORWARD.find(inputs, options, call)
-        if recipe is None:
-            outputs, kept = call()
-        else:
-            outputs, memory = recipe.run(inputs)
-            kept = [memory]
+        recipe = FORWARD.find(inputs, options, call) if _plain(tensors) else None
+        outputs, kept = call() if recipe is None else recipe.run(inputs)
         ctx.save_for_backward(*outputs[1:], *tensors, *kept)
         ctx.options, ctx.recipe = options, recipe
         ctx.set_materialize_grads(False)
@@ -181,25 +175,36 @@ class Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        dy, dlog_norm, dmean = gradients
         saved = ctx.saved_tensors
-        last, tensors, kept = saved[:2], saved[2:14], saved[14:]
-        if dy is None:
-            dy = torch.zeros(_output_shape(*tensors[:4]), dtype=tensors[2].dtype, device=tensors[2].device)
-        if tensors[1] is None:  # without latents the state is empty, and so are its gradients
-            dlog_norm = dmean = None
-        inputs = (dy, *last, *kept, *tensors)
-
-        def call() -> list[Tensor | None]:
-            parts = kept if ctx.recipe is None else ctx.recipe.views(kept[0])
-            return _backward(dy, dlog_norm, dmean, (*last, *parts), *tensors, *ctx.options)
-
-        recipe = None
-        if ctx.recipe is not None and dlog_norm is None and dmean is None:
-            recipe = BACKWARD.find(inputs, ctx.options, lambda: ([x for x in call() if x is not None], []))
-        found = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
+        found, _ = _turn_back(ctx.recipe, ctx.options, gradients, saved[:2], saved[14:], saved[2:14])
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
-        return (None, None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+        return (None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
+
+
+def _turn_back(
+    forward: Recipe | None, options: tuple, gradients: Sequence[Any], last: tuple, kept: tuple,
+    tensors: tuple,
+) -> tuple[list[Tensor | None], Recipe | None]:  # fmt: skip
+    """Gradients of DIFFERENTIABLE after an eager call, and the recording they come from, if there is one.
+
+    `last` is the state after that call; `kept` is the memory of what it kept if it was replayed, from `forward`.
+    """
+    dy, dlog_norm, dmean = gradients
+    plain = forward is not None and dy is not None and dlog_norm is None and dmean is None
+    if dy is None:
+        dy = torch.zeros(_output_shape(*tensors[:4]), dtype=tensors[2].dtype, device=tensors[2].device)
+    if tensors[1] is None:  # without latents the state is empty, and so are its gradients
+        dlog_norm = dmean = None
+
+    def call() -> list[Tensor | None]:
+        parts = kept if forward is None else forward.views(kept[0])
+        return _backward(dy, dlog_norm, dmean, (*last, *parts), *tensors, *options)
+
+    if not plain:
+        return call(), None
+    inputs = (dy, *last, *kept, *tensors)
+    found, recipe = BACKWARD.follow(inputs, options, lambda: [x for x in call() if x is not None])
+    return spread_out(found, tensors), recipe
 
 
 def remember_call(
@@ -215,18 +220,27 @@ def remember_call(
     recipe = FORWARD.recipes.get(sign((*tensors, *absent, *(tail or ())), options))
     if recipe is None:
         return
-    sizes = [(x.shape, x.dtype) for x in tail or ()]
-    device, with_gradients = recipe.device, needs_gradients(tensors)
+    first = next(i for i, x in enumerate(tensors) if x is not None)  # without latents, those are absent in front
+
+    def turn_back(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor | None], Recipe | None]:
+        log_norm, mean, kept, *given = saved
+        tensors = (*(None,) * first, *given, *absent)
+        found, recording = _turn_back(recipe, options, gradients, (log_norm, mean), (kept,), tensors)
+        return found[first : first + len(given)], recording
+
+    known = Known(recipe, turn_back, lambda found, _: found, saved_results=slice(1, None), absent_are_zero=False)
+    device, sizes = recipe.device, [(x.shape, x.dtype) for x in tail or ()]
 
     def ready(given: Sequence[Any]) -> NamedTuple:
+        y, log_norm, mean = KnownCall.apply(known, *given[first:])
+        return finish(given, y, LatteState(log_norm, mean), None)
+
+    def ready_without_gradients(given: Sequence[Any]) -> NamedTuple:
         room = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-        if with_gradients:
-            y, log_norm, mean = Mixture.apply(recipe, None, *given, *absent, *options)
-        else:
-            (y, log_norm, mean), _ = recipe.run((*given, *absent, *room))
+        (y, log_norm, mean), _ = recipe.run((*given, *room))
         return finish(given, y, LatteState(log_norm, mean), WindowState(*room) if room else None)
 
-    remember(signature, ready)
+    remember(signature, ready if needs_gradients(tensors) else ready_without_gradients)
 
 
 def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -273,11 +287,10 @@ def mixture_forward(
 def mixture_results(tensors: tuple[Tensor | None, ...], options: tuple) -> list[Tensor]:
     """What `mixture_forward` gives of TENSORS."""
 
-    def call() -> tuple[list[Tensor], list[Tensor]]:
-        return list(_forward(*tensors, *options)), []
+    def call() -> list[Tensor]:
+        return list(_forward(*tensors, *options))
 
-    recipe = COMPILED_FORWARD.find(tensors, options, call) if _plain(tensors) else None
-    return call()[0] if recipe is None else recipe.run(tensors)[0]
+    return COMPILED_FORWARD.perform(tensors, options, call) if _plain(tensors) else call()
 
 
 @mixture_forward.register_fake
@@ -327,10 +340,11 @@ def mixture_backward(
     def call() -> list[Tensor | None]:
         return _backward(dy, dlog_norm, dmean, kept, *tensors, *options)
 
-    recipe = None
     if _plain(tensors) and dlog_norm is None and dmean is None:
-        recipe = COMPILED_BACKWARD.find(inputs, options, lambda: ([x for x in call() if x is not None], []))
-    grads = call() if recipe is None else spread_out(recipe.run(inputs)[0], tensors)
+        found = COMPILED_BACKWARD.perform(inputs, options, lambda: [x for x in call() if x is not None])
+        grads = spread_out(found, tensors)
+    else:
+        grads = call()
     return [v.new_empty(0) if grad is None else grad for grad in grads]
 
 

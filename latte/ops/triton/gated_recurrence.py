@@ -5,6 +5,7 @@ Where batch rows and blocks of the gates are too few to fill the device, sequenc
 inputs and h before every 32 tokens in float32. No result depends on the order programs run in.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from latte.ops.known import needs_gradients, remember
+from latte.ops.states import RGLRUOutput
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.gated_recurrence import forward_kernel
 from latte.ops.triton.kernels.gated_recurrence_gradients import gate_grad_kernel, piece_starts_kernel
+from latte.ops.triton.known_call import Known, KnownCall
 from latte.ops.triton.recurrence import Rows, mark_rows, scan_pieces
-from latte.ops.triton.replay import Cookbook, empty
+from latte.ops.triton.replay import Cookbook, Recipe, empty, sign
 from latte.ops.triton.sums import add_parts
 
 LARGEST_BLOCK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # channels, by the dtype of the products
@@ -248,11 +252,7 @@ class GatedRecurrence(torch.autograd.Function):
             return [y, final], [checkpoints]
 
         recipe = FORWARD.find(tensors, (dtype, save), call) if _plain(tensors) else None
-        if recipe is None:
-            outputs, kept = call()
-        else:
-            outputs, memory = recipe.run(tensors)
-            kept = [memory]
+        outputs, kept = call() if recipe is None else recipe.run(tensors)
         if save:
             ctx.save_for_backward(*tensors, *kept)
             ctx.recipe, ctx.dtype = recipe, dtype
@@ -260,20 +260,53 @@ class GatedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        dy, dfinal = gradients
         *tensors, kept = ctx.saved_tensors
-        inputs = (dy, dfinal, kept, *tensors)
-
-        def call() -> list[Tensor]:
-            checkpoints = kept if ctx.recipe is None else ctx.recipe.views(kept)[0]
-            arguments: Any = (dy, dfinal, checkpoints, *tensors, ctx.dtype)
-            return list(_backward(*arguments))
-
-        plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
-        recipe = BACKWARD.find(inputs, (ctx.dtype,), lambda: (call(), [])) if plain else None
-        dx, matrices, vectors, dstate = call() if recipe is None else recipe.run(inputs)[0]
+        (dx, matrices, vectors, dstate), _ = _turn_back(ctx.recipe, ctx.dtype, gradients, kept, tensors)
         dstate = None if tensors[7] is None else dstate
         return dx, *_split(matrices, vectors, *tensors[1:6]), None, dstate, None, None, None
+
+
+def _turn_back(
+    forward: Recipe | None, dtype: torch.dtype, gradients: Sequence[Any], kept: Tensor, tensors: Sequence[Any]
+) -> tuple[list[Tensor], Recipe | None]:
+    """`_backward` of an eager call, and the recording it was replayed from, if there is one.
+
+    `kept` is the memory of the checkpoints if the call was replayed, from `forward`.
+    """
+    dy, dfinal = gradients
+    inputs = (dy, dfinal, kept, *tensors)
+
+    def call() -> list[Tensor]:
+        checkpoints = kept if forward is None else forward.views(kept)[0]
+        arguments: Any = (dy, dfinal, checkpoints, *tensors, dtype)
+        return list(_backward(*arguments))
+
+    plain = forward is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
+    return BACKWARD.follow(inputs, (dtype,), call) if plain else (call(), None)
+
+
+def remember_call(signature: tuple, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """If a plain call was recorded, let the next like it go to its kernels at once."""
+    with_gradients, absent = needs_gradients(tensors), (None,) * (INPUTS - len(tensors))
+    recipe = FORWARD.recipes.get(sign((*tensors, *absent), (dtype, with_gradients)))
+    if recipe is None:
+        return
+
+    def turn_back(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor], Recipe | None]:
+        kept, *given = saved
+        return _turn_back(recipe, dtype, gradients, kept, (*given, *absent))
+
+    def finish(found: list[Tensor], saved: Sequence[Any]) -> tuple[Tensor, ...]:
+        dx, matrices, vectors, _ = found
+        _, _, *weights = saved
+        return dx, *_split(matrices, vectors, *weights)
+
+    known = Known(recipe, turn_back, finish, saved_results=slice(0), absent_are_zero=True)
+
+    def ready(given: Sequence[Any]) -> RGLRUOutput:
+        return RGLRUOutput(*(KnownCall.apply(known, *given) if with_gradients else recipe.run(given)[0]))
+
+    remember(signature, ready)
 
 
 def _plain(tensors: tuple) -> bool:
@@ -303,8 +336,8 @@ def gated_rglru_forward(
     def call() -> list[Tensor]:
         return list(_forward(*tensors, dtype, save))
 
-    recipe = COMPILED_FORWARD.find(tensors, (dtype, save), lambda: (call(), [])) if _plain(tensors) else None
-    y, final, checkpoints = call() if recipe is None else recipe.run(tensors)[0]
+    plain = _plain(tensors)
+    y, final, checkpoints = COMPILED_FORWARD.perform(tensors, (dtype, save), call) if plain else call()
     return y, final, checkpoints
 
 
@@ -340,8 +373,7 @@ def gated_rglru_backward(
         return list(_backward(*inputs, dtype))
 
     plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
-    recipe = COMPILED_BACKWARD.find(inputs, (dtype,), lambda: (call(), [])) if plain else None
-    dx, matrices, vectors, dstate = call() if recipe is None else recipe.run(inputs)[0]
+    dx, matrices, vectors, dstate = COMPILED_BACKWARD.perform(inputs, (dtype,), call) if plain else call()
     return dx, matrices, vectors, dstate
 
 

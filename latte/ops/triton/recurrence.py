@@ -18,7 +18,8 @@ from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_bounds, check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
-from latte.ops.triton.replay import Cookbook, empty, sign
+from latte.ops.triton.known_call import Known, KnownCall
+from latte.ops.triton.replay import Cookbook, Recipe, empty, sign
 from latte.ops.triton.sums import add_parts
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
@@ -48,7 +49,7 @@ def recur(
     arguments = (x, a_gate, x_gate, a_param, mask, state, cu_seqlens, needs_gradients(inputs))
     # Eager calls take the lighter path around the same functions: a custom operation costs the host much time.
     compiling = torch.compiler.is_compiling()
-    y, final, *_ = rglru_triton_forward(*arguments) if compiling else Recurrence.apply(None, *arguments)
+    y, final, *_ = rglru_triton_forward(*arguments) if compiling else Recurrence.apply(*arguments)
     return y, final
 
 
@@ -203,22 +204,15 @@ class Recurrence(torch.autograd.Function):
     """`_forward` and `_backward` for eager calls, replayed where such a call was seen before."""
 
     @staticmethod
-    def forward(ctx, known, *arguments):
-        """`known` is the recipe of such a call, if it is at hand."""
+    def forward(ctx, *arguments):
         tensors, save = arguments[:7], arguments[7]
 
         def call() -> tuple[list[Tensor], list[Tensor]]:
             y, final, checkpoints = _forward(*arguments)
             return [y, final], [checkpoints]
 
-        recipe = known
-        if recipe is None and _plain(tensors):
-            recipe = FORWARD.find(tensors, (save,), call)
-        if recipe is None:
-            outputs, kept = call()
-        else:
-            outputs, memory = recipe.run(tensors)
-            kept = [memory]
+        recipe = FORWARD.find(tensors, (save,), call) if _plain(tensors) else None
+        outputs, kept = call() if recipe is None else recipe.run(tensors)
         if save:
             ctx.save_for_backward(*tensors, *kept)
             ctx.recipe = recipe
@@ -226,18 +220,27 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        dy, dfinal = gradients
         *tensors, kept = ctx.saved_tensors
-        inputs = (dy, dfinal, kept, *tensors)
+        (*grads, dstate), _ = _turn_back(ctx.recipe, gradients, kept, tensors)
+        return *grads, None, None if tensors[5] is None else dstate, None, None
 
-        def call() -> list[Tensor]:
-            checkpoints = kept if ctx.recipe is None else ctx.recipe.views(kept)[0]
-            return list(_backward(dy, dfinal, checkpoints, *tensors))
 
-        plain = ctx.recipe is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
-        recipe = BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
-        *grads, dstate = call() if recipe is None else recipe.run(inputs)[0]
-        return None, *grads, None, None if tensors[5] is None else dstate, None, None
+def _turn_back(
+    forward: Recipe | None, gradients: Sequence[Any], kept: Tensor, tensors: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Recipe | None]:
+    """`_backward` of an eager call, and the recording it was replayed from, if there is one.
+
+    `kept` is the memory of the checkpoints if the call was replayed, from `forward`.
+    """
+    dy, dfinal = gradients
+    inputs = (dy, dfinal, kept, *tensors)
+
+    def call() -> list[Tensor]:
+        checkpoints = kept if forward is None else forward.views(kept)[0]
+        return list(_backward(dy, dfinal, checkpoints, *tensors))
+
+    plain = forward is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
+    return BACKWARD.follow(inputs, (), call) if plain else (call(), None)
 
 
 def remember_call(signature: tuple, tensors: tuple[Tensor, ...]) -> None:
@@ -247,12 +250,17 @@ def remember_call(signature: tuple, tensors: tuple[Tensor, ...]) -> None:
     if recipe is None:
         return
 
+    def turn_back(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor], Recipe | None]:
+        kept, *given = saved
+        return _turn_back(recipe, gradients, kept, (*given, *absent))
+
+    def finish(found: list[Tensor], _: Sequence[Any]) -> list[Tensor]:
+        return found[:-1]  # the last is that of a state, which was not given
+
+    known = Known(recipe, turn_back, finish, saved_results=slice(0), absent_are_zero=True)
+
     def ready(given: Sequence[Any]) -> RGLRUOutput:
-        if with_gradients:
-            y, final = Recurrence.apply(recipe, *given, *absent, True)
-        else:
-            (y, final), _ = recipe.run((*given, *absent))
-        return RGLRUOutput(y, final)
+        return RGLRUOutput(*(KnownCall.apply(known, *given) if with_gradients else recipe.run(given)[0]))
 
     remember(signature, ready)
 
@@ -280,8 +288,7 @@ def rglru_triton_forward(
     def call() -> list[Tensor]:
         return list(_forward(*tensors, save))
 
-    recipe = COMPILED_FORWARD.find(tensors, (save,), lambda: (call(), [])) if _plain(tensors) else None
-    y, final, checkpoints = call() if recipe is None else recipe.run(tensors)[0]
+    y, final, checkpoints = COMPILED_FORWARD.perform(tensors, (save,), call) if _plain(tensors) else call()
     return y, final, checkpoints
 
 
@@ -323,8 +330,7 @@ def rglru_triton_backward(
         return list(_backward(*inputs))
 
     plain = _plain(tensors) and dy.stride(2) == 1 and dfinal.is_contiguous()
-    recipe = COMPILED_BACKWARD.find(inputs, (), lambda: (call(), [])) if plain else None
-    dx, da_gate, dx_gate, dparam, dstate = call() if recipe is None else recipe.run(inputs)[0]
+    dx, da_gate, dx_gate, dparam, dstate = COMPILED_BACKWARD.perform(inputs, (), call) if plain else call()
     return dx, da_gate, dx_gate, dparam, dstate
 
 

@@ -6,7 +6,7 @@ offsets to addresses and to launch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from operator import itemgetter
@@ -43,15 +43,20 @@ def note_launch(binary: Any, grid: tuple[int, ...], arguments: tuple) -> None:
         recording.launches.append((binary, (*grid, 1, 1)[:3], arguments))
 
 
-def launch_binary(binary: Any, grid: tuple[int, ...], stream: int, arguments: tuple) -> None:
-    """Launch a compiled kernel; profilers that hook into Triton see it."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    about = None
-    if getattr(enter, "calls", None) or getattr(leave, "calls", None):
-        about = binary.launch_metadata(grid, stream, *arguments)
-    else:
+Launch = tuple[Any, tuple[int, ...], Callable[[list], tuple], tuple]  # kernel, grid, choice of addresses, the rest
+
+
+def launch_all(launches: Sequence[Launch], addresses: list[int | None], stream: int) -> None:
+    """Launch compiled kernels, each on those of the addresses that it picks; profilers that hook into Triton see it."""
+    enter, leave, about = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
+    hooked = bool(getattr(enter, "calls", None) or getattr(leave, "calls", None))
+    if not hooked:
         enter = leave = None
-    binary.run(*grid, stream, binary.function, binary.packed_metadata, about, enter, leave, *arguments)
+    for binary, grid, pick, rest in launches:
+        arguments = pick(addresses) + rest
+        if hooked:
+            about = binary.launch_metadata(grid, stream, *arguments)
+        binary.run(*grid, stream, binary.function, binary.packed_metadata, about, enter, leave, *arguments)
 
 
 class Part(NamedTuple):
@@ -67,13 +72,13 @@ class Recipe:
 
     def __init__(self, device: torch.device, results: list[Tensor], kept: list[Tensor]) -> None:
         self.device = device
-        self.results = [(x.shape, x.dtype) for x in results]
+        self.results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
         self.kept, self.kept_bytes = lay_out(kept)
         self.scratch_bytes = 0
         self.launches: list[tuple[Any, tuple[int, ...], list[Place | None], tuple]] = []
 
     @cached_property
-    def steps(self) -> tuple[list[Place], list[tuple[Any, tuple[int, ...], Callable[[list], tuple], tuple]]]:
+    def steps(self) -> tuple[list[Place], list[Launch]]:
         """Every place that some launch needs, and the launches, each of which picks its own from all addresses."""
         places = list(dict.fromkeys(place for _, _, own, _ in self.launches for place in own if place is not None))
         number = {place: n for n, place in enumerate([*places, None])}
@@ -82,18 +87,18 @@ class Recipe:
             for binary, grid, own, rest in self.launches
         ]
 
-    def run(self, inputs: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
-        """The results on new inputs, and the memory of the parts to keep."""
+    def run(self, inputs: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results on new inputs, where None is left out, and the memory of the parts to keep if there are any."""
         device, (places, steps) = self.device, self.steps
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
-        kept = torch.empty(self.kept_bytes, dtype=torch.uint8, device=device)
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device) if self.scratch_bytes else kept
-        bases = [0 if x is None else x.data_ptr() for x in (*inputs, *made, kept, scratch)]
+        # Strides are known, and PyTorch need not find them from a shape, which takes as long as all else that it does.
+        made = [torch.empty_strided(*sizes, dtype=dtype, device=device) for *sizes, dtype in self.results]
+        kept = [torch.empty(self.kept_bytes, dtype=torch.uint8, device=device)] if self.kept else []
+        scratch = [torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)] if self.scratch_bytes else []
+        given = [x for x in inputs if x is not None]
+        bases = [x.data_ptr() for x in (*given, *made, *kept, *scratch)]
         addresses = [*(bases[piece] + offset for piece, offset in places), None]
-        with torch.cuda.device_of(kept):
-            stream = cast(Any, driver.active).get_current_stream(device.index)
-            for binary, grid, pick, rest in steps:
-                launch_binary(binary, grid, stream, pick(addresses) + rest)
+        with torch.cuda.device_of(given[0]):
+            launch_all(steps, addresses, cast(Any, driver.active).get_current_stream(device.index))
         return made, kept
 
     def views(self, kept: Tensor) -> list[Tensor]:
@@ -123,9 +128,11 @@ class Recording:
             return None
         rest = [x for x in self.made if id(x) not in named]
         scratch, recipe.scratch_bytes = lay_out(rest)
-        first = len(self.inputs)
-        kept_at, scratch_at = first + len(results), first + len(results) + 1
-        homes = [(x, i, 0) for i, x in enumerate(self.inputs) if x is not None]
+        inputs = [x for x in self.inputs if x is not None]
+        first = len(inputs)
+        kept_at = first + len(results)
+        scratch_at = kept_at + bool(kept)
+        homes = [(x, i, 0) for i, x in enumerate(inputs)]
         homes += [(x, first + i, 0) for i, x in enumerate(results)]
         homes += [(x, kept_at, part.offset) for x, part in zip(kept, recipe.kept, strict=True)]
         homes += [(x, scratch_at, part.offset) for x, part in zip(rest, scratch, strict=True)]
@@ -206,20 +213,29 @@ class Cookbook:
         recipe = self.recipes[signature] = found.recipe(results, kept)
         return recipe
 
-    def perform(
+    def follow(
         self, inputs: Sequence[Tensor | None], options: tuple, call: Callable[[], list[Tensor]]
-    ) -> list[Tensor]:
-        """The results of a call that keeps nothing. It runs once, however it is run, so that it may write to inputs."""
+    ) -> tuple[list[Tensor], Recipe | None]:
+        """The results of a call that keeps nothing, and the recipe for it, if there is one.
+
+        It runs once, however it is run, so that it may write to inputs.
+        """
         signature = sign(inputs, options)
         recipe = self.recipes.get(signature)
         if recipe is not None:
-            return recipe.run(inputs)[0]
+            return recipe.run(inputs)[0], recipe
         if signature in self.recipes or not self._seen_before(signature):
-            return call()
+            return call(), None
         with recording(inputs) as found:
             results = call()
-        self.recipes[signature] = found.recipe(results, [])
-        return results
+        recipe = self.recipes[signature] = found.recipe(results, [])
+        return results, recipe
+
+    def perform(
+        self, inputs: Sequence[Tensor | None], options: tuple, call: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        """The results of a call that keeps nothing, as by `follow`."""
+        return self.follow(inputs, options, call)[0]
 
     def _seen_before(self, signature: tuple | None) -> bool:
         """Whether it is time to record such a call; None is never."""
