@@ -10,7 +10,7 @@ from latte.layers.checks import check_choice, check_count
 from latte.layers.initialization import reset_linear
 from latte.layers.mixers import make_mixer
 from latte.layers.norms import RMSNorm
-from latte.layers.positions import count_tokens, token_positions
+from latte.layers.positions import check_packing, count_tokens, token_positions
 from latte.layers.projections import are_plain, head_width, project, value_heads
 from latte.layers.rotary import apply_rotary, check_rotary
 from latte.layers.rotary import rotary as make_rotary
@@ -35,7 +35,6 @@ from latte.ops.arguments import HeadSizes
 from latte.ops.checks import (
     BACKENDS,
     backend_for,
-    check_cu_seqlens,
     check_kind,
     check_mask,
     check_scores,
@@ -313,7 +312,7 @@ class LatteAttention(nn.Module):
     ) -> None:
         check_shape("x", x, "B T C", (None, None, self.hidden_size))
         check_mask(mask, x.shape[0], x.shape[1])
-        sequences = check_cu_seqlens(cu_seqlens, x.shape[0])
+        sequences = check_packing(cu_seqlens, x.shape[0], x.shape[1])
         if state is None:
             return
         check_kind("state", state, AttentionState)

@@ -3,6 +3,9 @@
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from latte.ops.checks import check_bounds, check_cu_seqlens
 
 
 def token_positions(
@@ -23,6 +26,12 @@ def token_positions(
         else:
             place = (mask.cumsum(dim=1) - 1).clamp(min=0)
         return place if before is None else before.unsqueeze(1) + place
+    check_packing(cu_seqlens, 1, tokens)
+    if before is not None and before.shape[0] != cu_seqlens.shape[0] - 1:
+        raise ValueError(
+            f"cu_seqlens bounds {cu_seqlens.shape[0] - 1} sequences and the state is of {before.shape[0]}; "
+            "it must have a row for each"
+        )
     sequence = sequence_numbers(cu_seqlens, tokens)
     count = _counts(tokens, mask, cu_seqlens)
     place = (count[1:] - count[cu_seqlens[:-1]][sequence] - 1).clamp(min=0)
@@ -48,6 +57,17 @@ def count_tokens(
     else:
         return before + tokens
     return count if before is None else before + count
+
+
+def check_packing(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
+    """Raise ValueError unless `cu_seqlens` bounds sequences in a row of so many tokens; returns the number of states.
+
+    Its values are looked at before anything is found by them: on a GPU, a place that there is not ends the process.
+    """
+    sequences = check_cu_seqlens(cu_seqlens, batch)
+    if cu_seqlens is not None and not is_compiling():
+        check_bounds(cu_seqlens, tokens)
+    return sequences
 
 
 def sequence_numbers(cu_seqlens: Int[Tensor, " bounds"], tokens: int) -> Int[Tensor, " T"]:

@@ -364,8 +364,8 @@ def load_cache(path: str | Path, config: LatteConfig, device: str | torch.device
 def check_cache(cache: Any, config: LatteConfig) -> None:
     """Raise ValueError unless `cache` has a layer of ours for each of the model's layers."""
     remedy = "make one with DynamicCache(config=model.config)"
-    if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values is {type(cache).__name__}; it must be a Cache: {remedy}")
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):  # a cache of an encoder-decoder has two of them
+        raise ValueError(f"past_key_values is {type(cache).__name__}; it must be a Cache with layers: {remedy}")
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             f"past_key_values has {len(cache.layers)} layers and the model {config.num_hidden_layers}; "
@@ -385,6 +385,8 @@ def _state_layers(cache: Cache, config: LatteConfig) -> list[StateLayer]:
 def _shape(config: LatteConfig) -> str:
     words = ("num_hidden_layers", "hidden_size", "num_heads", "num_value_heads", "head_dim", "num_latents", "window")
     words += ("window_head_dim", "mixer", "conv_size")
+    if config.feature_map is not None:
+        words += ("feature_map",)
     return ", ".join(f"{word}={getattr(config, word)}" for word in words)
 
 

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 
 from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.configuration import LatteConfig
+from latte.models.continuation import new_tokens
 from latte.models.learned_positions import check_text
 from latte.ops.cross_entropy import linear_cross_entropy
 
@@ -133,6 +134,11 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
             check_text(input_ids, attention_mask, self.config.max_position_embeddings)
         if next_sequence_length == 1 and not is_first_iteration:
             attention_mask = None
+        if is_first_iteration and past_key_values is not None and (seen := int(past_key_values.get_seq_length())):
+            length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+            next_sequence_length = new_tokens(
+                seen, length, next_sequence_length, attention_mask, kwargs.get("position_ids")
+            )
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, is_first_iteration,
             **kwargs,

@@ -110,6 +110,9 @@ class LatteClassifier(LattePreTrainedModel):
     ) -> tuple[Tensor, BaseModelOutputWithPast]:
         """One vector per row of embedded inputs [B T C], and what the backbone gave."""
         check_unpacked(kwargs)
+        if kwargs.pop("past_key_values", None) is not None:
+            raise ValueError("past_key_values is given; a classifier reads its sequences whole: leave it out")
+        kwargs.pop("use_cache", None)  # whatever is asked, as of models that could: nothing is kept
         mask, place = check_mask(f"attention_mask{suffix}", attention_mask, x), None
         if position_ids is not None and self.config.pooling == "cls":
             raise ValueError('position_ids are given and pooling is "cls", whose token has none; leave them out')

@@ -29,13 +29,18 @@ def find_layout(
     A sequence begins where `seq_idx` changes, or where `position_ids` do not go on by one: the latter counts only when
     there is neither mask nor cache, as elsewhere in Transformers.
     """
+    if position_ids is not None:
+        _check_places("position_ids", position_ids, embeds)
+    mask = _mask(attention_mask, embeds, cached)
     if cu_seq_lens is not None:
-        return Layout(_mask(attention_mask, embeds), cu_seq_lens, position_ids)
+        return Layout(mask, cu_seq_lens, position_ids)
     if seq_idx is not None:
+        _check_places("seq_idx", seq_idx, embeds)
+        seq_idx = seq_idx.expand(embeds.shape[0], -1)
         starts = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) != 0
-        return Layout(_mask(attention_mask, embeds), _bounds(starts), position_ids, flat=True)
+        return Layout(mask, _bounds(starts), position_ids, flat=True)
     if position_ids is None or attention_mask is not None or cached:
-        return Layout(_mask(attention_mask, embeds), None, position_ids)
+        return Layout(mask, None, position_ids)
     position_ids = position_ids.expand(embeds.shape[0], -1)
     starts = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
     if is_compiling():  # the number of sequences would be one graph each
@@ -46,14 +51,23 @@ def find_layout(
     return Layout(None, None, position_ids)
 
 
-def _mask(attention_mask: Tensor | None, embeds: Tensor) -> Tensor | None:
+def _check_places(name: str, places: Tensor, embeds: Tensor) -> None:
+    """Raise ValueError unless `places` says something of each token, in a row for all rows or one for each."""
+    batch, tokens = embeds.shape[:2]
+    if tuple(places.shape) not in ((tokens,), (1, tokens), (batch, tokens)):
+        raise ValueError(f"{name} has shape {list(places.shape)}; it must be {[batch, tokens]}, or {[1, tokens]}")
+
+
+def _mask(attention_mask: Tensor | None, embeds: Tensor, cached: bool) -> Tensor | None:
     """The mask of the last T tokens as bool, or None where all are real."""
     if attention_mask is None:
         return None
-    if attention_mask.ndim != 2 or attention_mask.shape[1] < embeds.shape[1]:
+    before = attention_mask.shape[-1] - embeds.shape[1]
+    if attention_mask.ndim != 2 or before < 0 or (before > 0 and not cached):
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; it must be [batch, tokens so far], "
-            "with 1 at real tokens and 0 at padding"
+            f"with 1 at real tokens and 0 at padding; {embeds.shape[1]} are given, and "
+            f"{'more are in the cache' if cached else 'there is no cache'}"
         )
     mask = attention_mask[:, attention_mask.shape[1] - embeds.shape[1] :].bool()
     if not is_compiling() and mask.all():

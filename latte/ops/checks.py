@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 BACKENDS = ("auto", "reference", "torch", "triton")
+_checked = WeakIdKeyDictionary()
 
 
 def backend_for(name: str, device: torch.device) -> str:
@@ -127,3 +129,14 @@ def sequence_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
     if bounds[-1] != tokens:
         raise ValueError(f"cu_seqlens ends at {bounds[-1]}; it must end at the number of tokens, {tokens}")
     return bounds
+
+
+def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
+    """The values of `cu_seqlens`, read from the device once per tensor: a model hands the same one to every layer.
+
+    Tensors made in inference mode do not count their changes, so that those are read each time.
+    """
+    stamp = None if cu_seqlens.is_inference() else (cu_seqlens._version, tokens)
+    if stamp is None or _checked.get(cu_seqlens) != stamp:
+        sequence_bounds(cu_seqlens, tokens)
+        _checked[cu_seqlens] = stamp

@@ -131,3 +131,19 @@ def test_rotary_stands_for_positions(form):
 def test_backends_agree():
     x = make_inputs(29)
     assert_close(make_layer("macchiato rglru", backend="reference")(x), make_layer("macchiato rglru")(x), **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([0, 10], "cu_seqlens ends at 10; it must end at the number of tokens, 29"),
+        ([0, 10, 40], "cu_seqlens ends at 40"),
+        ([5, 29], "cu_seqlens starts at 5"),
+        ([0, 20, 10, 29], "cu_seqlens decreases from 20 to 10"),
+    ],
+)
+@EVERY_FORM
+def test_bounds_that_do_not_fit_the_row_are_refused(form, bounds, message):
+    layer, x = make_layer(form), make_inputs(29)[:1]
+    with pytest.raises(ValueError, match=message):
+        layer(x, cu_seqlens=torch.tensor(bounds))

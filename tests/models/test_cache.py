@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from latte.models import load_cache, save_cache
@@ -247,6 +247,11 @@ def test_a_prefix_of_another_model_is_refused(tmp_path):
     save_cache(cache, tmp_path / "prefix", model.config)
     with pytest.raises(ValueError, match=r"is a cache of another model, .* window=11.* window=5"):
         load_cache(tmp_path / "prefix", make_config("macchiato", window=5))
+    model, _, cache = read("linear")  # whose states are of the same shapes, and mean something else
+    save_cache(cache, tmp_path / "features", model.config)
+    assert load_cache(tmp_path / "features", model.config).get_seq_length() == cache.get_seq_length()
+    with pytest.raises(ValueError, match=r"is a cache of another model, .* feature_map=elu\+1"):
+        load_cache(tmp_path / "features", make_config("latte conv"))
     with pytest.raises(ValueError, match="the cache has read nothing"):
         save_cache(DynamicCache(config=model.config), tmp_path / "empty", model.config)
 
@@ -258,8 +263,9 @@ def test_a_prefix_of_another_model_is_refused(tmp_path):
         (Cache(layers=[DynamicLayer(), DynamicLayer()]), "has layers of type DynamicLayer; it is of another model"),
         (DynamicCache(config=make_config("macchiato", num_hidden_layers=3)), "has 3 layers and the model 2"),
         (((None, None),), "past_key_values is tuple; it must be a Cache"),
+        (EncoderDecoderCache(DynamicCache(), DynamicCache()), "is EncoderDecoderCache; it must be a Cache with layers"),
     ],
-    ids=["unconfigured", "keys and values", "another depth", "tuple"],
+    ids=["unconfigured", "keys and values", "another depth", "tuple", "encoder-decoder"],
 )
 def test_a_cache_of_another_model_is_refused(cache, message):
     with pytest.raises(ValueError, match=message):

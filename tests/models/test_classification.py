@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, DynamicCache
 
-from latte import LatteConfig, LatteForCausalLM, LatteForSequenceClassification
+from latte import LatteConfig, LatteForCausalLM, LatteForPairClassification, LatteForSequenceClassification
 from latte.models.recomputation import recompute_layers
 from tests.models.small import FORMS, HIDDEN, SIZES, TIGHT, VOCAB, idle_parameters, make_ids, make_model, pad
 
@@ -276,6 +276,16 @@ CONTINUOUS = {"input_kind": "continuous", "input_size": 3}
 def test_wrong_inputs(settings, inputs, text):
     with pytest.raises(ValueError, match=text):
         make(**settings)(**inputs)
+
+
+@pytest.mark.parametrize("kind", [LatteForSequenceClassification, LatteForPairClassification])
+def test_no_cache_is_kept_or_taken(kind):
+    model, ids = make_model(kind), make_ids(2, 9)
+    inputs = {"input_ids": ids} | ({"input_ids_b": ids[:, :4]} if kind is LatteForPairClassification else {})
+    for use_cache in (True, False):
+        assert torch.equal(model(**inputs, use_cache=use_cache).logits, model(**inputs).logits)
+    with pytest.raises(ValueError, match="past_key_values is given; a classifier reads its sequences whole"):
+        model(**inputs, past_key_values=DynamicCache(config=model.config))
 
 
 def test_documentation_runs():

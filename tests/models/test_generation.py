@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache, TextStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -9,6 +11,10 @@ from transformers.generation.streamers import BaseStreamer
 from tests.models.forms import FORMS, MAIN_FORMS, assert_same_cache, greedy, make_model, make_tokens, padded
 
 PROMPT = 23  # longer than the window
+GOES_ON_IN_CHUNKS = pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.21"),
+    reason="Transformers before 5.21 reads the whole text in chunks, whatever the cache has read",
+)
 
 
 def reference(model, tokens: Tensor, count: int = 9) -> Tensor:
@@ -49,6 +55,7 @@ def test_prompts_in_chunks(form, chunk):
     for kind in (None, "static"):
         options = {"prefill_chunk_size": chunk, "cache_implementation": kind}
         assert torch.equal(greedy(model, ids, attention_mask=mask, **options), expected)
+        assert torch.equal(greedy(model, ids[:1], **options), expected[:1])
 
 
 @pytest.mark.parametrize("form", MAIN_FORMS)
@@ -96,6 +103,51 @@ def test_a_conversation_goes_on(form, kind):
         assert torch.equal(answer, reference(model, text, 6))
         text = torch.cat([text, answer, make_tokens(1, 4, seed=turn)], dim=1)
         assert int(cache.get_seq_length()) == text.shape[1] - 5  # all but the last answer and the new words
+
+
+@pytest.mark.parametrize("how", ["lookup", "draft"])
+@pytest.mark.parametrize("form", MAIN_FORMS)
+def test_a_conversation_goes_on_with_drafts(form, how):
+    """Transformers would have the whole text read again, behind itself."""
+    model, text = make_model(form), make_tokens(1, PROMPT)
+    cache = DynamicCache(config=model.config)
+    options = {"prompt_lookup_num_tokens": 3} if how == "lookup" else {"assistant_model": nearly(model)}
+    for turn in range(3):
+        answer = greedy(model, text, count=6, past_key_values=cache, **options)
+        assert torch.equal(answer, reference(model, text, 6))
+        text = torch.cat([text, answer, make_tokens(1, 4, seed=turn)], dim=1)
+        assert int(cache.get_seq_length()) == text.shape[1] - 5
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("cut", [PROMPT, PROMPT - 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"prefill_chunk_size": 4}, marks=GOES_ON_IN_CHUNKS), {"prompt_lookup_num_tokens": 3}],
+    ids=str,
+)
+def test_a_text_that_the_cache_has_read_has_nothing_to_go_on_from(options, cut, kind):
+    """Transformers would have it read a second time, or fail at a tensor without tokens."""
+    model, tokens = make_model("macchiato"), make_tokens(1, PROMPT)
+    config = model.config
+    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=64)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    message = rf"has read {PROMPT} tokens, and the text has no more"
+    if kind == "static" and "prompt_lookup_num_tokens" in options:
+        message = "[Ss]tatic"
+    with pytest.raises(ValueError, match=message):
+        greedy(model, tokens[:, :cut], past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"prefill_chunk_size": 2}, marks=GOES_ON_IN_CHUNKS)], ids=str)
+def test_what_is_new_may_be_given_alone_or_with_the_text_before(options):
+    model, tokens = make_model("macchiato"), make_tokens(1, PROMPT)
+    expected, mask = reference(model, tokens), torch.ones_like(tokens)
+    for given in (tokens, tokens[:, -5:]):
+        with torch.no_grad():
+            cache = model(tokens[:, :-5]).past_key_values
+        assert torch.equal(greedy(model, given, past_key_values=cache, attention_mask=mask, **options), expected)
 
 
 @pytest.mark.parametrize("form", MAIN_FORMS)

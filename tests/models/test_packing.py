@@ -96,6 +96,38 @@ def test_packing_several_rows_by_bounds_is_refused():
         make_model("latte")(make_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([0, 5, 19], "cu_seqlens ends at 19; it must end at the number of tokens, 20"),
+        ([0, 5, 25], "cu_seqlens ends at 25"),
+        ([0.0, 20.0], "cu_seqlens has dtype torch.float32"),
+        ([0], r"cu_seqlens has shape \[1\]"),
+    ],
+)
+@pytest.mark.parametrize("form", MAIN_FORMS)
+def test_bounds_that_do_not_fit_the_row_are_refused(form, bounds, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(form)(make_tokens(1, 20), cu_seq_lens_q=torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("form", MAIN_FORMS)
+def test_packed_texts_go_on_from_a_row_each(form):
+    model, tokens = make_model(form), make_tokens(1, 20)
+    cache = model(tokens).past_key_values
+    with pytest.raises(ValueError, match="state"):
+        model(tokens, cu_seq_lens_q=torch.tensor([0, 5, 20]), past_key_values=cache)
+
+
+def test_numbers_of_texts_are_one_for_each_token():
+    model, tokens = make_model("macchiato"), make_tokens(2, 20)
+    index = torch.tensor([8 * [0] + 12 * [1]])
+    expected = model(tokens, seq_idx=index.expand(2, -1)).logits
+    torch.testing.assert_close(model(tokens, seq_idx=index).logits, expected, **CLOSE)
+    with pytest.raises(ValueError, match=r"seq_idx has shape \[1, 19\]; it must be \[2, 20\], or \[1, 20\]"):
+        model(tokens, seq_idx=index[:, :19])
+
+
 def test_under_compile_packing_must_be_said(fresh_dynamo):
     """The number of texts would be one graph each; positions alone are checked and then refused."""
     model, tokens = make_model("macchiato"), make_tokens(1, 20)

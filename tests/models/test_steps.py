@@ -1,6 +1,7 @@
 """One pass, chunks and single tokens are the same function; caches do not know of each other."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -149,6 +150,25 @@ def test_a_mask_of_scores_is_refused():
         model(make_tokens(1, 5), attention_mask=torch.zeros(1, 1, 5, 5))
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 3\]"):
         model(make_tokens(1, 5), attention_mask=torch.ones(1, 3))
+
+
+def test_a_mask_of_a_past_that_is_not_given_is_refused():
+    """Who forgets the cache would have logits of the last tokens alone."""
+    model, tokens = make_model("macchiato"), make_tokens(1, 9)
+    mask = torch.ones(1, 9)
+    cache = model(tokens[:, :4]).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 9\].* 5 are given, and there is no cache"):
+        model(tokens[:, 4:], attention_mask=mask)
+    after = model(tokens[:, 4:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(after, model(tokens).logits[:, 4:], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", MAIN_FORMS)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 9), (2, 9, 1)], ids=str)
+def test_position_ids_that_do_not_fit_are_refused(form, shape):
+    message = re.escape(f"position_ids has shape {list(shape)}; it must be [2, 9], or [1, 9]")
+    with pytest.raises(ValueError, match=message):
+        make_model(form)(make_tokens(2, 9), position_ids=torch.zeros(shape, dtype=torch.long))
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])

@@ -5,12 +5,10 @@ from functools import cache
 import torch
 import triton
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from latte.ops.checks import sequence_bounds
+from latte.ops.checks import check_bounds as check_bounds  # where the kernels' modules look for it
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_checked = WeakIdKeyDictionary()
 
 
 def check_device(kernel: object, device: torch.device) -> None:
@@ -29,17 +27,6 @@ def check_dtypes(**tensors: Tensor | None) -> None:
                 f"{name} has dtype {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16; "
                 'use backend="torch" for float64'
             )
-
-
-def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
-    """The values of `cu_seqlens`, read from the device once per tensor: a model hands the same one to every layer.
-
-    Tensors made in inference mode do not count their changes, so that those are read each time.
-    """
-    stamp = None if cu_seqlens.is_inference() else (cu_seqlens._version, tokens)
-    if stamp is None or _checked.get(cu_seqlens) != stamp:
-        sequence_bounds(cu_seqlens, tokens)
-        _checked[cu_seqlens] = stamp
 
 
 @cache
