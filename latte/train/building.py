@@ -89,6 +89,9 @@ def make_config(settings: RunSettings, words: Mapping[str, Any]) -> LatteConfig:
         return LatteConfig.from_preset(settings.preset, **words)
     except StrictDataclassError as error:  # its message says it twice; the cause says what was expected
         raise ValueError(f"the words of the model make none: {error.__cause__ or error}") from error
+    except (AttributeError, TypeError) as error:  # of words that Transformers takes as they are, such as dtype
+        given = ", ".join(f"{word}={value!r}" for word, value in words.items())
+        raise ValueError(f"the words of the model make none: {error}; they are {given}") from error
 
 
 def load_model(folder: Path, settings: RunSettings, data: TaskData) -> PreTrainedModel:
