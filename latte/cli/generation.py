@@ -104,12 +104,22 @@ def load(name: str, device: str, dtype: str, seed: int, note: Callable[[str], No
 
 
 def load_checkpoint(name: str, path: Path, dtype: str, note: Callable[[str], None]) -> Any:
+    check_settings(name, path)
+    return load_model(AutoModelForCausalLM, name, f"MODEL {name}", note=note, dtype=dtype)
+
+
+def check_model(name: str) -> None:
+    """Raise ValueError where `load` would, as far as names and settings tell, without reading weights."""
+    if name not in PRESETS or Path(name).is_dir():
+        check_settings(name, Path(name))
+
+
+def check_settings(name: str, path: Path) -> None:
     config = find_config(name, path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"MODEL {name}: a {config.model_type!r} model does not predict the next token")
     if config.is_encoder_decoder:
         raise ValueError(f"MODEL {name}: an encoder-decoder writes a target for a source, and does not continue a text")
-    return load_model(AutoModelForCausalLM, name, f"MODEL {name}", note=note, dtype=dtype)
 
 
 def find_config(name: str, path: Path) -> PreTrainedConfig:
