@@ -26,7 +26,13 @@ def read_usage_history(path: Path) -> UsageHistory:
 
     Lines that count have a "step", "usage" for a "split" and, as "layers", a list of `LayerUsage.record()`.
     """
-    records = [record for record in map(json.loads, _lines(path)) if record.get("split") == "usage"]
+    try:
+        return _history(path, [record for record in map(json.loads, _lines(path)) if record.get("split") == "usage"])
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is no metrics.jsonl as a training run writes it: {error!r}") from error
+
+
+def _history(path: Path, records: list[dict[str, Any]]) -> UsageHistory:
     if not records:
         raise ValueError(f"{path}: no line is of the usage of latents; the run's model has none, or was not evaluated")
     layers = [record["layers"] for record in records]

@@ -49,7 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error.format_message())
     except (ValueError, OSError) as error:
         return fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
+    except MemoryError as error:
+        return fail(f"the machine's memory is full: {error or 'ask for less at once'}")
+    except typer.Abort as error:
+        if isinstance(error.__cause__, EOFError):  # a file that ends too soon, which Typer takes for a closed terminal
+            return fail(f"a file is cut short: {error.__cause__ or 'its end is missing'}")
+        return INTERRUPTED
+    except KeyboardInterrupt:
         return INTERRUPTED
     return code if isinstance(code, int) else 0
 

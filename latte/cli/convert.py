@@ -50,7 +50,7 @@ def convert(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if there is one.")] = False,
     gguf_file: Annotated[str | None, typer.Option(help="The GGUF file in SOURCE, if there are several.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the new weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Of the new weights.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the summary.")] = False,
 ) -> None:
     """Replace the attention of a pretrained model by a window and latents; all its weights are kept.

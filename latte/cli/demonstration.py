@@ -1,7 +1,9 @@
 """What `latte demo` does: train a small language model, let it write, time it beside softmax attention, look inside."""
 
+import json
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from latte.tasks import TaskData, task_class
 from latte.tasks.evaluation.speed import decode_speed
 from latte.train import Display, make_plan, read_metrics, run
 from latte.train.quiet import quiet_transformers
+from latte.train.runs import RUN_FILE
+from latte.train.settings import RunPlan, differences
 
 PEER = "transformer-tiny"
 TOKENIZER = "bpe:1024"  # a token is about three bytes, so that more text is read in the same time
@@ -53,14 +57,32 @@ def look(folder: Path, lesson: Lesson, text: str, sizes: dict[str, Any], note: N
     return Story(lesson, writing, sizes["contexts"], costs, setting(loaded.model)), page
 
 
+def plan_of(folder: Path, *, quick: bool) -> RunPlan:
+    run = {"output": folder, "track": ()} | (QUICK_RUN if quick else FULL_RUN)
+    return make_plan(task_class("lm"), run=run, settings={"tokenizer": TOKENIZER})
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError where the folder holds a run that is not an earlier demonstration's: it would be replaced."""
+    begun = folder / RUN_FILE
+    if not begun.is_file():
+        return
+    try:
+        before = RunPlan.from_document(json.loads(begun.read_text(encoding="utf-8")), task_class("lm"), str(begun))
+    except ValueError:  # of another task, or of another version
+        ours = False
+    else:
+        plans = [plan_of(folder, quick=quick) for quick in (True, False)]
+        known = [replace(plan, run=replace(plan.run, precision=before.run.precision)) for plan in plans]
+        ours = any(not differences(before, plan) for plan in known)
+    if not ours:
+        raise ValueError(f"--output: {folder} holds a run that is no demonstration's; name another file")
+
+
 def learn(folder: Path, *, quick: bool, display: Display) -> tuple[Lesson, str]:
     """Train the language-modelling task's own default in `folder`; also some text that was held out."""
-    kind = task_class("lm")
-    plan = make_plan(
-        kind,
-        run={"output": folder, "track": ()} | (QUICK_RUN if quick else FULL_RUN),
-        settings={"tokenizer": TOKENIZER},
-    )
+    check_folder(folder)
+    kind, plan = task_class("lm"), plan_of(folder, quick=quick)
     task = kind(plan.settings, seed=plan.run.data_seed)
     result = run(task, plan.run, overwrite=True, display=display)
     if result.signal is not None:

@@ -115,7 +115,9 @@ def evaluate(
     chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a text to read at once.", show_default="suits the model")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of keys, subsets, and a preset's random weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-(2**63), max=2**63 - 1, help="Of keys, subsets, and a preset's random weights.")
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write the JSON document to this file.")
@@ -169,8 +171,11 @@ def check(settings: Settings, output: Path | None, plot: Path | None) -> None:
         raise ValueError(f"--blimp {settings.blimp}: there is no such file or folder")
     if plot is not None and not settings.text:
         raise ValueError(f"--plot {plot}: it draws perplexity, which needs --text FILE")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    for name, path in (("--output", output), ("--plot", plot)):  # what takes hours must not be lost for these
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{name} {path}: there is no folder {path.parent}")
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise ValueError(f"{name} {path}: {path.parent} does not allow to write there; name another file")
 
 
 def split(words: str) -> list[str]:

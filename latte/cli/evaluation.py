@@ -61,8 +61,11 @@ def run(model: str, against: str | None, settings: Settings) -> list[Measured]:
     if settings.tasks:
         require_harness()
     examples = read_examples(settings)
+    models = [name for name in (model, against) if name is not None]
+    for name in models:  # the first may take hours before the second is read
+        generation.check_model(name)
     try:
-        return [measure(name, settings, examples) for name in (model, against) if name is not None]
+        return [measure(name, settings, examples) for name in models]
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"out of memory: {' '.join(str(error).split())[:120]} …; use a smaller --batch-tokens or --chunk, "

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,11 +17,13 @@ from transformers import (
     AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from latte.models import PRESETS, LatteConfig, LatteForCausalLM
 from latte.models.cache import cache_bytes
+from latte.models.loading import load_config, load_model
 
 BYTES = 256
 TOKENIZER_FILES = (
@@ -98,11 +99,31 @@ def load(name: str, device: str, dtype: str, seed: int, note: Callable[[str], No
         model: Any = LatteForCausalLM(config)
         model = model.to(place, getattr(torch, kind))
     else:
-        model = load_checkpoint(name, path, dtype).to(place)
+        model = load_checkpoint(name, path, dtype, note).to(place)
     return Loaded(model.eval(), find_tokenizer(name, path, model.config.vocab_size, note), name in PRESETS)
 
 
-def load_checkpoint(name: str, path: Path, dtype: str) -> Any:
+def load_checkpoint(name: str, path: Path, dtype: str, note: Callable[[str], None]) -> Any:
+    check_settings(name, path)
+    return load_model(AutoModelForCausalLM, name, f"MODEL {name}", note=note, dtype=dtype)
+
+
+def check_model(name: str) -> None:
+    """Raise ValueError where `load` would, as far as names and settings tell, without reading weights."""
+    if name not in PRESETS or Path(name).is_dir():
+        check_settings(name, Path(name))
+
+
+def check_settings(name: str, path: Path) -> None:
+    config = find_config(name, path)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"MODEL {name}: a {config.model_type!r} model does not predict the next token")
+    if config.is_encoder_decoder:
+        raise ValueError(f"MODEL {name}: an encoder-decoder writes a target for a source, and does not continue a text")
+
+
+def find_config(name: str, path: Path) -> PreTrainedConfig:
+    """The settings of a model in a folder or on the hub."""
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"MODEL {name}: the folder has no config.json; name one that save_pretrained has written")
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or path.exists()):
@@ -110,23 +131,14 @@ def load_checkpoint(name: str, path: Path, dtype: str) -> Any:
     near = get_close_matches(name, PRESETS, cutoff=0.8)
     if near and "/" not in name and not path.is_dir():  # a typing error need not wait for the hub
         raise ValueError(f"MODEL {name}: there is no such preset; did you mean {near[0]!r}?")
+    if path.is_dir():
+        return load_config(name, f"MODEL {name}")
     try:
-        config = AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, StrictDataclassError) as error:
-        if path.is_dir():
-            why = error.__cause__ if isinstance(error, StrictDataclassError) else error  # whose own words say it twice
-            raise ValueError(f"MODEL {name}: its config.json is none that a model can be made of: {why}") from error
         known = f"presets are {', '.join(PRESETS)}"
         why = " ".join(str(error).split())[:160]
         raise ValueError(f"MODEL {name}: no folder, preset or model that the hub gives ({why} …); {known}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"MODEL {name}: a {config.model_type!r} model does not predict the next token")
-    if config.is_encoder_decoder:
-        raise ValueError(f"MODEL {name}: an encoder-decoder writes a target for a source, and does not continue a text")
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"MODEL {name}: it cannot be loaded: {error}") from error
 
 
 def find_tokenizer(name: str, path: Path, vocabulary: int, note: Callable[[str], None]) -> Any:

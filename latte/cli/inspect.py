@@ -49,7 +49,7 @@ def inspect(
     show: Annotated[int, typer.Option(min=1, max=65_536, help="Tokens in the report at most.")] = 16_384,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Read no more of the text than this.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens to read at once.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of a preset's random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Of a preset's random weights.")] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run; auto is CUDA where there is one.")
     ] = "auto",
@@ -62,6 +62,10 @@ def inspect(
     """Measure which latents a model uses on a text, and write one HTML report to point and click in."""
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no directory {output.parent}; create it or name another file")
+    if metrics is not None and not metrics.is_file():
+        raise ValueError(f"--metrics {metrics}: there is no such file; name the metrics.jsonl of a training run")
+    if metrics is not None and figures is None:
+        raise ValueError(f"--metrics {metrics}: it is for a figure; say where that goes with --figures FOLDER")
     kinds, numbers = parse_formats(formats), parse_layers(layers)
     given = (text, file)
     require_transformers()
@@ -97,6 +101,8 @@ def parse_formats(formats: str) -> list[str]:
     for kind in kinds:
         if kind not in ("png", "svg", "pdf"):
             raise ValueError(f"--format {kind}: figures are written as png, svg or pdf")
+    if not kinds:
+        raise ValueError("--format: it is empty; figures are written as png, svg or pdf")
     return kinds
 
 

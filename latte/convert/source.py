@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 from latte.convert.gguf import check_architecture
 from latte.models.families import check_model_type
+from latte.models.loading import INDEX, check_whole, load_config, quiet, read_weight_map
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 BESIDE = (  # files that go with the weights unchanged: the tokenizer's, its chat template, the licence
@@ -37,8 +38,10 @@ class Source:
             settings = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"SOURCE {self.name}: its config.json is no JSON; copy the folder again") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"SOURCE {self.name}: its config.json is no JSON object; copy the folder again")
         check_model_type(settings.get("model_type"))  # Transformers' word for it would be that it is out of date
-        return AutoConfig.from_pretrained(self.folder)
+        return load_config(self.folder, f"SOURCE {self.name}")
 
     def load(self, dtype: str) -> PreTrainedModel:
         """The model in memory, on the CPU."""
@@ -46,10 +49,14 @@ class Source:
         if self.gguf_file is not None:
             kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             options = {"gguf_file": self.gguf_file, "dtype": kind, "quantization_config": GgufConfig(dequantize=True)}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(self.folder, output_loading_info=True, **options)
+        elif (self.folder / INDEX).is_file():
+            read_weight_map(self.folder / INDEX)
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
         model, loading = loaded
-        if missing := sorted(loading["missing_keys"]):  # which Transformers would fill with random numbers
-            raise ValueError(f"SOURCE {self.name}: it has no tensor {missing[0]}; copy the model again")
+        check_whole(loading, f"SOURCE {self.name}")
         return model
 
     def tokenizer(self) -> Any:

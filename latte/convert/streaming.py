@@ -16,8 +16,9 @@ from latte.convert.latents import begin_latents, new_parameters
 from latte.convert.model import empty_model
 from latte.models import LatteConvertedConfig
 from latte.models.families import find_family
+from latte.models.loading import INDEX, read_weight_map
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # which old checkpoints hold
 
 
@@ -31,7 +32,7 @@ class StoredWeights:
     def _files(self) -> dict[str, str]:
         """The file that each tensor is in."""
         if (self.folder / INDEX).is_file():
-            return json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            return read_weight_map(self.folder / INDEX)
         if not (self.folder / WHOLE).is_file():
             raise ValueError(f"{self.folder} has no {WHOLE} and no {INDEX}, which --low-memory reads; leave it out")
         with safe_open(self.folder / WHOLE, framework="pt") as file:
@@ -39,7 +40,7 @@ class StoredWeights:
 
     def read(self, name: str) -> Tensor:
         if name not in self.files:
-            raise ValueError(f"{self.folder} has no tensor {name}; convert without --low-memory")
+            raise ValueError(f"{self.folder} has no tensor {name}; copy the model again")
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
@@ -78,10 +79,19 @@ class StreamedConversion:
     def make(self, name: str) -> Tensor:
         """A tensor of the converted model, as it is to be saved."""
         if name not in self.new:
-            return self.stored.read(name).to(self.dtype)
+            return self._read(name).to(self.dtype)
         if name not in self._latents:
             self._latents = self._layer_latents(name.partition(f".{self.family.attention}.")[0])
         return self._latents[name]
+
+    def _read(self, name: str) -> Tensor:
+        tensor, wanted = self.stored.read(name), self.tensors[name].shape
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"{self.stored.folder}: {name} is {list(tensor.shape)} in the weights, {list(wanted)} by config.json; "
+                "weights and config.json are of different models, copy both again"
+            )
+        return tensor
 
     def _layer_latents(self, layer: str) -> dict[str, Tensor]:
         """The new weights of a layer."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -53,8 +54,8 @@ class MQARSettings:
                 f"pairs is {max(self.pairs)} and vocab_size {self.vocab_size}, which leaves "
                 f"{max(self.vocab_size // 2 - 1, 0)} keys: make vocab_size at least {2 * max(self.pairs) + 2}"
             )
-        if not self.power > 0:
-            raise ValueError(f"power is {self.power}; it must be above 0")
+        if not 0 < self.power < inf:
+            raise ValueError(f"power is {self.power}; it must be above 0 and finite")
 
 
 class RecallExamples:

@@ -10,7 +10,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     TrainingArguments,
@@ -21,6 +20,7 @@ from latte.models import (
     LatteForCausalLM,
     LatteForPairClassification,
     LatteForSequenceClassification,
+    loading,
 )
 from latte.models.recomputation import recompute_layers
 from latte.tasks.base import Head, TaskData
@@ -35,6 +35,9 @@ CLASSES: dict[Head, type[PreTrainedModel]] = {
     "classification": LatteForSequenceClassification,
     "pair-classification": LatteForPairClassification,
 }
+
+NEW_PARTS = ("classifier", "pair_classifier", "class_token")
+"""What a classifier has beside a language model, by the beginnings of names."""
 
 
 def make_model(settings: RunSettings, data: TaskData, checkpoint: Path | None) -> PreTrainedModel:
@@ -86,13 +89,20 @@ def make_config(settings: RunSettings, words: Mapping[str, Any]) -> LatteConfig:
         return LatteConfig.from_preset(settings.preset, **words)
     except StrictDataclassError as error:  # its message says it twice; the cause says what was expected
         raise ValueError(f"the words of the model make none: {error.__cause__ or error}") from error
+    except (AttributeError, TypeError) as error:  # of words that Transformers takes as they are, such as dtype
+        given = ", ".join(f"{word}={value!r}" for word, value in words.items())
+        raise ValueError(f"the words of the model make none: {error}; they are {given}") from error
 
 
 def load_model(folder: Path, settings: RunSettings, data: TaskData) -> PreTrainedModel:
     """Weights in float32, whatever the folder has: small steps would be lost in fewer bits."""
+    whose = f"model is {folder}"
+    config = loading.load_config(folder, whose)
     if data.head != "causal-lm" or settings.model is None:
-        return CLASSES[data.head].from_pretrained(folder, dtype=torch.float32)
-    config = AutoConfig.from_pretrained(folder)
+        check_inputs(config, data, whose)
+        new = NEW_PARTS if folder == settings.model else ()  # a language model has none of them
+        labels = {name: value for name, value in data.model.items() if name == "num_labels"}
+        return loading.load_model(CLASSES[data.head], folder, whose, new=new, dtype=torch.float32, **labels)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model is {folder}, a {config.model_type!r} model, which does not predict the next token")
     if config.vocab_size < data.model.get("vocab_size", 0):
@@ -100,7 +110,17 @@ def load_model(folder: Path, settings: RunSettings, data: TaskData) -> PreTraine
             f"model is {folder} with {config.vocab_size} tokens, the data has {data.model['vocab_size']}; "
             "prepare the data with the model's own tokenizer"
         )
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loading.load_model(AutoModelForCausalLM, folder, whose, dtype=torch.float32)
+
+
+def check_inputs(config: Any, data: TaskData, whose: str) -> None:
+    """Raise ValueError unless a saved model reads what the data is made of; its classifier may be a new one."""
+    tokens = data.model.get("vocab_size", 0)
+    if config.vocab_size < tokens:
+        raise ValueError(f"{whose}, which knows {config.vocab_size} tokens, but the data has {tokens}; name another")
+    kind, needed = getattr(config, "input_kind", "tokens"), data.model.get("input_kind", "tokens")
+    if kind != needed:
+        raise ValueError(f"{whose}, which reads {kind}, but the data has {needed}; name another model")
 
 
 def compile_layers(model: nn.Module) -> None:

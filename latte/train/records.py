@@ -106,17 +106,23 @@ class WandbLike:
         self._module.finish()
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError for one that was asked for and is not installed. TensorBoard is asked for by default."""
+    for name in names:
+        if name not in ("none", "tensorboard") and find_spec(name) is None:
+            raise ValueError(f"track is {name}, which is not installed: pip install {name}")
+
+
 def open_trackers(
     names: Sequence[str], folder: Path, after: int | None, config: Values, note: Callable[[str], None]
 ) -> list[Tracker]:
     """Those that were asked for. TensorBoard is asked for by default: where it is missing, `note` is told."""
+    check_trackers(names)
     trackers: list[Tracker] = []
     for name in names:
         if name == "none":
             continue
-        if find_spec(name) is None:
-            if name != "tensorboard":
-                raise ValueError(f"track is {name}, which is not installed: pip install {name}")
+        if name == "tensorboard" and find_spec(name) is None:
             note("no TensorBoard curves: it is not installed (pip install tensorboard); metrics.jsonl has them")
             continue
         trackers.append(TensorBoard(folder, after) if name == "tensorboard" else WandbLike(name, folder, config))

@@ -25,7 +25,7 @@ from latte.train.objective import Objective, objective_for
 from latte.train.order import Order
 from latte.train.progress import Display
 from latte.train.quiet import quiet_transformers
-from latte.train.records import MetricsFile, Records, open_trackers
+from latte.train.records import MetricsFile, Records, check_trackers, open_trackers
 from latte.train.session import Session
 from latte.train.settings import RunPlan, RunSettings, differences
 from latte.train.teachers import check_distillation, make_teacher
@@ -96,6 +96,7 @@ class Run:
             raise ValueError("precision is fp16 and parallel fsdp: the scale of fp16 losses is not sharded; use bf16")
         check_words(settings)
         check_learning(settings)
+        check_trackers(settings.track)
         if objective is not None and settings.teacher != "none":
             raise ValueError("an objective is given, and a teacher is set, which makes one; leave one of them out")
         self.task, self.settings, self.resume, self.overwrite = task, settings, resume, overwrite
@@ -145,6 +146,8 @@ class Run:
                     "or name another --output"
                 )
         nearest = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
+        if not nearest.is_dir():
+            raise NotADirectoryError(f"{self.folder} cannot be made: {nearest} is a file; name another --output")
         if not os.access(nearest, os.W_OK):
             raise PermissionError(f"{self.folder} cannot be made: {nearest} does not allow it; name another --output")
 

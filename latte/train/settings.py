@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -12,7 +13,16 @@ if TYPE_CHECKING:
 ATTENTION_WORDS = ("num_latents", "window", "window_head_dim", "mixer", "conv_size", "mixer_blocks")
 """Words of a model that say what kind of attention it has, in place of how large it is."""
 
+SEEDS = 2**32  # as many as NumPy takes
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+KINDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", NoneType: "null",
+    Mapping: "an object",
+}  # fmt: skip
+"""Types of settings, as a message calls them."""
 
 
 def setting(default: Any, help_: str) -> Any:
@@ -104,8 +114,11 @@ class RunSettings:
         for name in ("gradient_clip", "explosion", "final_rate", "loss_weight", "distill_logits", "distill_layers"):
             check(name, getattr(self, name), least=0)
         for name in ("learning_rate", "distill_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
+        for name in ("seed", "data_seed"):
+            if not 0 <= getattr(self, name) < SEEDS:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to {SEEDS - 1}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -148,8 +161,8 @@ number of steps. The last four are tasks' settings, of how data is made ready an
 
 
 def check(name: str, value: float, *, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if not least <= value < inf:
+        raise ValueError(f"{name} is {value}; it must be {'finite' if value == inf else f'at least {least}'}")
 
 
 @dataclass(frozen=True)
@@ -169,6 +182,9 @@ class RunPlan:
         """Raises ValueError that names `source` where it is of another task or has words that nobody knows."""
         if document.get("task") != kind.name:
             raise ValueError(f"{source} is of the task {document.get('task')!r}; the command says {kind.name!r}")
+        for name in ("settings", "run"):
+            if not isinstance(document.get(name, {}), Mapping):
+                raise ValueError(f"{source} has {name} that are no JSON object; take one that --show has printed")
         return cls(
             kind.name,
             from_words(kind.settings_class, document.get("settings", {}), source),
@@ -232,7 +248,37 @@ def from_words(kind: type, words: Mapping[str, Any], source: str) -> Any:
     hints = get_type_hints(kind)
     if unknown := sorted(set(words) - set(hints)):
         raise ValueError(f"{source} has {', '.join(unknown)}: no such setting; there are {', '.join(hints)}")
-    return kind(**{name: restore(value, hints[name]) for name, value in words.items()})
+    restored = {name: restore(value, hints[name]) for name, value in words.items()}
+    for name, value in restored.items():
+        if not fits(value, hints[name]):
+            raise ValueError(f"{source} has {name} = {plain(value)!r}; it must be {described(hints[name])}")
+    return kind(**restored)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a type, as far as JSON tells types apart."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(part, parts[0]) for part in value)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, origin or kind)
+
+
+def described(kind: Any) -> str:
+    """A type in words."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(map(described, parts))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if origin is tuple:
+        return f"a list, each part {described(parts[0])}"
+    return KINDS.get(origin or kind, f"a {getattr(kind, '__name__', kind)}")
 
 
 def restore(value: Any, kind: Any) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from latte.convert import restore
 from latte.models import LatteConvertedForCausalLM
+from latte.models.loading import load_config, load_model
 from latte.tasks.base import TaskData
 from latte.train.divergence import Prediction, capped
 from latte.train.settings import RunSettings
@@ -82,7 +83,8 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def load_teacher(folder: Path, settings: RunSettings, model: PreTrainedModel, data: TaskData) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(folder)
+    whose = f"teacher is {folder}"
+    config = load_config(folder, whose)
     if config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"teacher is {folder} with {config.vocab_size} tokens, the model has {model.config.vocab_size}; "
@@ -92,8 +94,8 @@ def load_teacher(folder: Path, settings: RunSettings, model: PreTrainedModel, da
     if tokenizer and data.tokenizer and tokenizer.get_vocab() != data.tokenizer.get_vocab():
         raise ValueError(f"teacher is {folder}, whose tokens are others than the data's; name one of the same family")
     capped_scores = getattr(config, "attn_logit_softcapping", None) is not None  # which PyTorch's attention has not
-    options = {"attn_implementation": "eager"} if capped_scores else {}
-    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).requires_grad_(False)
+    options: dict[str, Any] = {"attn_implementation": "eager"} if capped_scores else {}
+    teacher = load_model(AutoModelForCausalLM, folder, whose, dtype=torch.float32, **options).requires_grad_(False)
     if settings.precision == "bf16":
         narrow_frozen(teacher, "bf16")
     return teacher

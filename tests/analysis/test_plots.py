@@ -109,6 +109,10 @@ def test_metrics_that_have_no_usage(tmp_path):
     path.write_text('{"step": 1, "split": "train"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="no line is of the usage"):
         read_usage_history(path)
+    for content in ("x", "[1]", '{"split": "usage"}', '{"step": 1, "split": "usage", "layers": [1]}'):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"metrics\.jsonl is no metrics\.jsonl as a training run writes it"):
+            read_usage_history(path)
 
 
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])

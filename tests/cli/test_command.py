@@ -91,6 +91,21 @@ def test_value_error_from_below_gives_one_line(monkeypatch, capsys):
     assert error_line(capsys) == "latte: error: window is 0 but must be at least 1\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(EOFError("No data left in file"), "cut short: No data left"), (MemoryError("116 TiB"), "full: 116 TiB")],
+)
+def test_ends_of_files_and_of_memory_are_said(error, words, monkeypatch, capsys):
+    """Typer alone would end with 130 and without a word where a file ends too soon."""
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr("latte.cli.demonstration.demonstrate", refuse)
+    assert main(["demo", "--quick"]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_defect_is_not_hidden(monkeypatch):
     def break_down(*_, **__):
         raise ZeroDivisionError

@@ -97,6 +97,20 @@ def test_output_in_a_missing_directory_is_refused_before_any_work(tmp_path, monk
     assert str(path) in capsys.readouterr().err
 
 
+def test_it_takes_the_place_of_no_other_run(shown, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("latte.cli.demonstration.run", lambda *_, **__: (_ for _ in ()).throw(ValueError("began")))
+    document = json.loads((shown.path.with_suffix("") / "run.json").read_text())
+    (tmp_path / "mine").mkdir()
+    others = {"steps": 12}, {"learning_rate": 0.5}
+    for words, said in zip(others, ("began", "no demonstration's"), strict=True):
+        (tmp_path / "mine" / "run.json").write_text(json.dumps(document | {"run": document["run"] | words}))
+        assert main(["demo", "--output", str(tmp_path / "mine.html")]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "mine" / "run.json").write_text('{"task": "mqar"}')
+    assert main(["demo", "--output", str(tmp_path / "mine.html")]) == 2
+    assert "no demonstration's" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["", "report"])
 def test_output_that_is_no_file_to_be_is_refused(name, tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path / name) if name else str(tmp_path)]) == 2

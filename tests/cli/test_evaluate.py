@@ -1,11 +1,12 @@
 """`latte evaluate`: its document, tables and files, and what it says of bad input."""
 
 import json
+import os
 import sys
 
 import pytest
 
-from latte.cli import main
+from latte.cli import evaluation, main
 from latte.cli.evaluate import parse_depths, parse_length
 from latte.tasks.evaluation import Encoder, lambada, perplexity, read_passages, take_texts
 from tests.cli.test_command import error_line
@@ -142,6 +143,8 @@ def test_a_softcap_of_scores_is_honoured(place, capsys):
         (("--text", "BOOKS", "--text-field", "body"), "no text in field 'body'"),
         (("--blimp", "BOOKS"), "no text in field 'sentence_good'"),
         (("--speed", "--attention", "magic"), "--attention magic"),
+        (("--speed", "--seed", str(2**70)), "--seed"),
+        (("--passkey", "--lengths", "1K", "--distractors", "90000"), "there are 90000 keys of 5 digits"),
     ],
 )
 def test_bad_input(arguments, words, place, capsys):
@@ -152,6 +155,18 @@ def test_bad_input(arguments, words, place, capsys):
     assert printed.out == ""
     assert last.startswith("latte: error: ")
     assert words in last
+
+
+def test_what_cannot_be_at_the_end_is_said_at_the_beginning(place, tmp_path, monkeypatch, capsys):
+    """Measuring may take hours."""
+    monkeypatch.setattr(evaluation, "measure", pytest.fail)
+    speed = ["evaluate", str(place / "llama"), "--speed", "--device", "cpu"]
+    assert main([*speed, "--against", str(tmp_path / "nothing")]) == 2
+    assert "there is no such folder" in error_line(capsys)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    for option in ("--output", "--plot"):
+        assert main([*speed, "--text", str(place / "books.jsonl"), option, str(tmp_path / "a.png")]) == 2
+        assert f"{option} {tmp_path / 'a.png'}: {tmp_path} does not allow" in error_line(capsys)
 
 
 def test_no_such_model(tmp_path, capsys):

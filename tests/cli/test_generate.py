@@ -179,7 +179,7 @@ def test_an_encoder_decoder_continues_nothing(tmp_path, capsys):
         ({"window": 0}, ["config.json", "window is 0"]),
         ({"window": "wide"}, ["config.json", "'window'", "'wide'"]),
         ({"rope_parameters": {"rope_type": "spiral"}}, ["config.json", "rope_type is 'spiral'"]),
-        ({"num_latents": 2}, ["cannot be loaded", "report"]),
+        ({"num_latents": 2}, ["layers.0.attention.latent_key.weight is [6, 16]", "[4, 16] by config.json"]),
     ],
 )
 def test_a_folder_whose_settings_are_wrong(settings, words, folder, tmp_path, capsys):

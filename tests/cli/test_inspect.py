@@ -151,10 +151,16 @@ def test_a_preset_warns_of_its_random_weights(capsys):
         (["latte-tiny", "--text", "x", "--format", "gif"], ["--format gif", "png"]),
         (["latte-tiny", "--text", "x", "--token", "1"], ["--token 1", "0 to 0"]),
         (["latte-tiny", "--text", "x", "--metrics", "nowhere.jsonl", "--figures", "f"], ["nowhere.jsonl"]),
+        (["latte-tiny", "--text", "x", "--metrics", "nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
+        (["latte-tiny", "--text", "x", "--metrics", __file__], ["--metrics", "--figures FOLDER"]),
+        (["latte-tiny", "--text", "x", "--metrics", __file__, "--figures", "f"], ["test_inspect.py is no metrics"]),
+        (["latte-tiny", "--text", "x", "--format", ","], ["--format", "png"]),
+        (["latte-tiny", "--text", "x", "--seed", str(2**70)], ["--seed"]),
         (["latte-tinny", "--text", "x"], ["latte-tinny", "'latte-tiny'"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(arguments, words, tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_2(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert main(["inspect", *arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("latte: error: ")

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from latte.cli import main
 from latte.cli.train import TASKS
+from latte.models import LatteConfig, LatteForCausalLM
 from latte.tasks import TASKS as TASK_CLASSES
 from latte.train import read_metrics
 from tests.cli.test_command import error_line
@@ -113,12 +115,15 @@ def test_resuming_needs_nothing_but_the_folder(tmp_path, capsys):
         (["mqar", "--set", "window"], ["--set window", "WORD=VALUE"]),
         (["mqar", "--set", "windw=3"], ["windw", "no such setting"]),
         (["mqar", "--set", "window=wide"], ["window", "wide"]),
+        (["mqar", "--set", "dtype=wide"], ["dtype='wide'", "words of the model"]),
+        (["mqar", "--set", "id2label=3"], ["id2label=3", "words of the model"]),
         (["mqar", "--resume"], ["nothing to resume", "run.json"]),
         (["mqar", "--resume", "--overwrite"], ["--resume", "--overwrite"]),
         (["mqar", "--config", "none.json"], ["none.json", "no such file"]),
         (["mqar", "--model", "nowhere", "--preset", "latte"], ["--model", "--preset"]),
         (["mqar", "--model", "nowhere"], ["nowhere", "config.json"]),
         (["mqar", "--stepz", "3"], ["--stepz", "--steps"]),
+        (["mqar", "--power", "inf"], ["power is inf"]),
         (["lm", "--data", "nowhere.txt"], ["nowhere.txt"]),
     ],
     ids=" ".join,
@@ -138,6 +143,36 @@ def test_bad_files(capsys, tmp_path):
         path.write_text(content)
         assert main(["train", "mqar", "--config", str(path)]) == 2
         assert words in error_line(capsys)
+
+
+def test_weights_that_do_not_fit_are_named(capsys, tmp_path):
+    assert main(["train", "mqar", *QUICK, "--output", str(tmp_path / "first")]) == 0
+    settings = tmp_path / "first" / "model" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"intermediate_size": 20}))
+    quick = QUICK[: -len(SMALL)]
+    capsys.readouterr()
+    assert main(["train", "mqar", *quick, "--model", str(settings.parent), "--output", str(tmp_path / "second")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "model.layers.0.feedforward.down.weight is [8, 12] in the weights, [8, 20] by config.json" in error
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_classifier_goes_on_from_a_language_model(capsys, tmp_path):
+    """Its own part is new; what the data is made of must be what the model reads."""
+    torch.manual_seed(0)
+    words = {word: json.loads(value) for word, _, value in (text.partition("=") for text in SMALL[1::2])}
+    for name, vocabulary in (("small", 8), ("model", 40)):
+        LatteForCausalLM(LatteConfig(vocab_size=vocabulary, **words)).save_pretrained(tmp_path / name)
+    listops = [
+        "train", "listops", "--min-length", "5", "--length", "40", "--examples", "20", "--validation-examples", "6",
+        "--test-examples", "6", "--workers", "1", "--cache", str(tmp_path / "cache"), "--steps", "2", "--batch-size",
+        "4", "--track", "none", "--device", "cpu",
+    ]  # fmt: skip
+    assert main([*listops, "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["id2label"].keys() == set("0123456789")
+    capsys.readouterr()
+    assert main([*listops, "--model", str(tmp_path / "small"), "--output", str(tmp_path / "other")]) == 2
+    assert "small, which knows 8 tokens, but the data has" in capsys.readouterr().err
 
 
 def test_a_folder_in_use(capsys, tmp_path):

@@ -281,6 +281,16 @@ def cut_weights(folder: Path) -> None:
     [
         (cut_weights, "a file of the source's weights is broken"),
         (lambda folder: edit_config(folder, num_hidden_layers=4), r"no tensor model\.layers\.3\."),
+        (
+            lambda folder: edit_config(folder, intermediate_size=36),
+            r"model\.layers\.0\.mlp\..* in the weights, .* by config.json",
+        ),
+        (lambda folder: edit_config(folder, hidden_size="big"), "config.json is none .*'hidden_size'"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "its config.json is no JSON object"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            "index.json does not say where tensors are",
+        ),
     ],
 )
 def test_broken_weights(source, tmp_path, change, message, low_memory):

@@ -259,6 +259,8 @@ def test_folders_that_are_not_ours(tmp_path, undisturbed):
     with pytest.raises(ValueError, match="not empty and holds no run"):
         run(tiny.task(), tiny.settings(tmp_path / "photos"), overwrite=True)
     assert (tmp_path / "photos" / "me.jpg").exists()
+    with pytest.raises(NotADirectoryError, match=r"run cannot be made: .*me\.jpg is a file; name another --output"):
+        run(tiny.task(), tiny.settings(tmp_path / "photos" / "me.jpg" / "run"))
 
 
 def test_overwriting(tmp_path):
@@ -269,7 +271,7 @@ def test_overwriting(tmp_path):
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
 
 
-def test_what_fails_before_it_begins_leaves_nothing(tmp_path):
+def test_what_fails_before_it_begins_leaves_nothing(tmp_path, monkeypatch):
     """Neither a folder that the next run would refuse, nor a run that is gone before there is another."""
 
     class NoData(tiny.CountingTask):
@@ -277,8 +279,13 @@ def test_what_fails_before_it_begins_leaves_nothing(tmp_path):
             raise ValueError("there is no data")
 
     output = tmp_path / "run"
-    for task, given in ((NoData(tiny.CountingSettings()), {}), (tiny.task(), {"trainable": "nobody"})):
-        with pytest.raises(ValueError, match=r"there is no data|no parameter is called"):
+    monkeypatch.setattr("latte.train.records.find_spec", lambda name: None)
+    for task, given in (
+        (NoData(tiny.CountingSettings()), {}),
+        (tiny.task(), {"trainable": "nobody"}),
+        (tiny.task(), {"track": ("wandb",)}),
+    ):
+        with pytest.raises(ValueError, match=r"there is no data|no parameter is called|wandb, which is not installed"):
             run(task, tiny.settings(output, **given))
         assert not output.exists()
     run(tiny.task(), tiny.settings(output, steps=3))

@@ -85,6 +85,10 @@ def other(name: str, value: object) -> object:
         ({"schedule": "square"}, "schedule is 'square'; it must be one of constant, linear, cosine"),
         ({"track": ("paper",)}, "track is paper"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf; it must be above 0 and finite"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf; it must be finite"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 4294967295"),
+        ({"data_seed": 2**32}, "data_seed is 4294967296; it must be from 0 to 4294967295"),
     ],
 )
 def test_values_that_make_no_run(given, words):
@@ -98,6 +102,17 @@ def test_values_that_make_no_run(given, words):
         ({"task": "mqar"}, "it is of the task 'mqar'; the command says 'counting'"),
         ({"task": "counting", "run": {"stepz": 3}}, "it has stepz: no such setting"),
         ({"task": "counting", "settings": {"exmples": 3}}, "it has exmples: no such setting"),
+        ({"task": "counting", "settings": {"examples": "3"}}, "it has examples = '3'; it must be a whole number"),
+        ({"task": "counting", "settings": [3]}, "it has settings that are no JSON object"),
+        ({"task": "counting", "run": {"steps": 2.5}}, r"it has steps = 2\.5; it must be a whole number"),
+        ({"task": "counting", "run": {"steps": None}}, "it has steps = None; it must be a whole number"),
+        ({"task": "counting", "run": {"learning_rate": "fast"}}, "learning_rate = 'fast'; it must be a number"),
+        ({"task": "counting", "run": {"compile": 1}}, "it has compile = 1; it must be true or false"),
+        ({"task": "counting", "run": {"output": 5}}, "it has output = 5; it must be a path"),
+        ({"task": "counting", "run": {"words": 3}}, "it has words = 3; it must be an object"),
+        ({"task": "counting", "run": {"track": "none"}}, "track = 'none'; it must be a list, each part text"),
+        ({"task": "counting", "run": {"device": 3}}, "device = 3; it must be one of 'auto', 'cpu', 'cuda'"),
+        ({"task": "counting", "run": {"eval_every": "a"}}, "eval_every = 'a'; it must be a whole number or null"),
     ],
 )
 def test_documents_that_are_not_understood(document, words):

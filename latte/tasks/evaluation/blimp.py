@@ -2,6 +2,7 @@
 
 import lzma
 import tarfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def archived_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     continue
                 name = f"{path}:{member.name}"
                 yield from ((f"{name}, line {number}", row) for number, row in parse_rows(file, name))
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{path} is no readable tar archive: {error}") from error
 
 

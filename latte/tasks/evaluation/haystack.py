@@ -29,7 +29,12 @@ class Prompt:
 
 def draw_keys(random: Random, count: int) -> list[str]:
     """Different numbers of as many digits."""
-    return [str(number) for number in random.sample(range(10 ** (DIGITS - 1), 10**DIGITS), count)]
+    numbers = range(10 ** (DIGITS - 1), 10**DIGITS)
+    if count > len(numbers):
+        raise ValueError(
+            f"there are {len(numbers)} keys of {DIGITS} digits, but {count} are wanted; use fewer distractors"
+        )
+    return [str(number) for number in random.sample(numbers, count)]
 
 
 def filler_tokens(encoder: Encoder, random: Random, count: int) -> list[int]:

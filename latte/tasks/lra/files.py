@@ -1,14 +1,14 @@
 """Reading data from files, whichever way they are packed, and from the hub."""
 
-import gzip
 import json
-import lzma
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from latte.tasks.text.reading import COMPRESSIONS, lines, unpacked
 
 HUB = "hub:"  # what begins the name of a dataset on the Hugging Face hub
-PACKINGS = ("", ".xz", ".gz", ".zst")
+PACKINGS = ("", *COMPRESSIONS)
 
 
 def is_on_hub(data: str) -> bool:
@@ -55,30 +55,19 @@ def find_file(folder: Path, *names: str) -> Path:
     raise ValueError(f"{folder} has no {' or '.join(names)}; it has {listed or 'nothing'}")
 
 
-def open_bytes(path: Path) -> IO[bytes]:
-    """A file opened for reading, unpacked as its name says."""
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # pyright: ignore[reportReturnType] - a GzipFile reads bytes
-    if path.suffix == ".zst":
-        try:
-            from zstandard import open as open_zstandard
-        except ImportError:
-            raise ValueError(f"{path}: to read .zst install zstandard: pip install zstandard") from None
-        return open_zstandard(path, "rb")
-    return path.open("rb")
+def read_bytes(path: Path) -> bytes:
+    """What is in a file, unpacked as its name says."""
+    return b"".join(unpacked(path))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers, from 1 on, without their ends; ValueError where the packing is broken."""
-    with open_bytes(path) as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):
-                yield number, line.rstrip(b"\r\n")
-        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
-            raise ValueError(f"{path} is damaged after line {number}: {error}") from error
+    number = 0
+    try:
+        for number, line in enumerate(lines(unpacked(path)), start=1):
+            yield number, line.rstrip(b"\r")
+    except OSError as error:
+        raise ValueError(f"{path} is damaged after line {number}: {error.__cause__ or error}") from error
 
 
 def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:

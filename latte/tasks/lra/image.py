@@ -2,6 +2,7 @@
 
 import io
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,14 @@ import numpy as np
 from latte.tasks.base import Budget, Plan, TaskData
 from latte.tasks.classes import Classification, ImageExamples
 from latte.tasks.generation import check_counts
-from latte.tasks.lra.files import check_columns, find_file, folder_of, is_on_hub, load_from_hub, open_bytes
+from latte.tasks.lra.files import check_columns, find_file, folder_of, is_on_hub, load_from_hub, read_bytes
 from latte.tasks.lra.table8 import paper_plan
 from latte.tasks.store import fingerprint
 
 SIDE, CLASSES = 32, 10
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 LUMA = np.array([0.2989, 0.5870, 0.1140])  # of red, green and blue in grey, as TensorFlow has them
+ZIP = (b"PK\3\4", b"PK\5\6")  # what an .npz file begins with
 Pictures = tuple[np.ndarray, np.ndarray]
 
 
@@ -48,13 +50,14 @@ def to_grey(pixels: np.ndarray) -> np.ndarray:
 
 def read_arrays(path: Path) -> tuple[Pictures, Pictures]:
     """Pictures to train on and to test with, from arrays in one .npz file."""
-    with open_bytes(path) as file:
-        content = io.BytesIO(file.read())
+    content = read_bytes(path)
+    if not content.startswith(ZIP):  # NumPy would offer to unpickle it
+        raise ValueError(f"{path} is no .npz file; save the arrays with numpy.savez")
     try:
-        with np.load(content, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             check_columns(str(path), list(arrays), ARRAYS)
             x_train, y_train, x_test, y_test = (arrays[name] for name in ARRAYS)
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{path} is no .npz file: {error}") from None
     return _checked(path, x_train, y_train), _checked(path, x_test, y_test)
 
@@ -67,8 +70,7 @@ def read_binary(folder: Path) -> tuple[Pictures, Pictures]:
 
 
 def _read_batch(path: Path) -> Pictures:
-    with open_bytes(path) as file:
-        content = np.frombuffer(file.read(), np.uint8)
+    content = np.frombuffer(read_bytes(path), np.uint8)
     row = 1 + 3 * SIDE**2
     if not len(content) or len(content) % row:
         raise ValueError(f"{path} has {len(content)} bytes; {row} for each picture are wanted")

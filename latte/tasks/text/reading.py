@@ -3,6 +3,7 @@
 import codecs
 import json
 import zlib
+from bz2 import BZ2Decompressor
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -13,7 +14,7 @@ from typing import Any
 Chunk = tuple[bytes, bool]  # some of a document's bytes, and whether the document ends with them
 Tick = Callable[[int], None]  # is told how many more bytes of the source were read
 
-COMPRESSIONS = (".xz", ".gz", ".zst")
+COMPRESSIONS = (".xz", ".gz", ".bz2", ".zst")
 READ_SIZE = 1 << 16  # what a hostile archive can make of it still fits in memory
 
 
@@ -23,9 +24,7 @@ def read_file(path: Path, text_field: str, as_bytes: bool, tick: Tick) -> Iterat
     if kind == "parquet":
         yield from read_parquet(path, text_field, tick)
         return
-    chunks = raw_chunks(path, tick)
-    if path.suffix in COMPRESSIONS:
-        chunks = decompressed(chunks, path)
+    chunks = unpacked(path, tick)
     if kind == "json lines":
         yield from read_json_lines(chunks, path, text_field)
         return
@@ -51,6 +50,12 @@ def raw_chunks(path: Path, tick: Tick) -> Iterator[bytes]:
             tick(len(chunk))
 
 
+def unpacked(path: Path, tick: Tick = lambda _: None) -> Iterator[bytes]:
+    """The contents of a file, unpacked as its name says."""
+    chunks = raw_chunks(path, tick)
+    return decompressed(chunks, path) if path.suffix in COMPRESSIONS else chunks
+
+
 def _zstandard() -> Any:
     try:
         import zstandard
@@ -66,6 +71,8 @@ def decompression(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
             return LZMADecompressor, LZMAError
         case ".gz":
             return partial(zlib.decompressobj, wbits=31), zlib.error
+        case ".bz2":
+            return BZ2Decompressor, OSError
     return _zstandard().ZstdDecompressor().decompressobj, _zstandard().ZstdError
 
 

@@ -44,5 +44,7 @@ class LanguageModellingSettings:
             raise ValueError(f"documents is {self.documents!r}; it must be 'joined' or 'separate'")
         if self.workers < 0:
             raise ValueError(f"workers is {self.workers}; it must be 0, for one process a core, or their number")
+        if "" in (*self.data, *self.validation, *self.prompts):
+            raise ValueError("data, validation or prompts have an empty name or text in them; leave it out")
         if isinstance(self.data, str) or isinstance(self.validation, str) or isinstance(self.prompts, str):
             raise ValueError("data, validation and prompts are tuples of strings, even where there is only one")

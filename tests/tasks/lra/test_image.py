@@ -106,6 +106,14 @@ def test_files_that_are_missing_or_of_another_form(tmp_path):
         read()
 
 
+@pytest.mark.parametrize("name", ["a.npz", "a.npz.xz", "a.npz.gz", "a.npz.zst"])
+@pytest.mark.parametrize("content", [b"", b"PK and no more", b"no arrays"])
+def test_broken_files_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=rf"{name}.*(no \.npz file|damaged)"):
+        ImageClassification(ImageSettings(data=str(tmp_path / name))).prepare()
+
+
 def test_a_pickle_in_an_array_is_not_loaded(tmp_path):
     write_arrays(tmp_path / "a.npz", y_train=np.array([{"a": 1}] * 10, dtype=object))
     with pytest.raises(ValueError, match="allow_pickle=False"):

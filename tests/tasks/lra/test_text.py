@@ -1,5 +1,6 @@
 """Reviews and pairs of papers, read byte by byte from files of each form."""
 
+import bz2
 import gzip
 import json
 import lzma
@@ -15,8 +16,12 @@ REVIEWS = [(f"Review {number}: " + "schön " * (number + 1), number % 2) for num
 PAIRS = [(number % 2, f"Paper {number} " + "é" * number, f"Paper {number // 3} é cites") for number in range(7)]
 
 
+def open_zstandard(*arguments, **options):
+    return pytest.importorskip("zstandard").open(*arguments, **options)
+
+
 def write_reviews(folder, packing: str = "") -> None:
-    opens = {"": open, ".xz": lzma.open, ".gz": gzip.open}
+    opens = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": open_zstandard}
     for split in ("train", "test"):
         rows = REVIEWS if split == "train" else REVIEWS[:5]
         with opens[packing](folder / f"{split}.jsonl{packing}", "wt", encoding="utf-8") as file:
@@ -36,7 +41,7 @@ def as_texts(split) -> list[tuple[bytes, int]]:
     return sorted((bytes(example["input_ids"].tolist()), int(example["labels"])) for example in split)
 
 
-@pytest.mark.parametrize("form", ["", ".xz", ".gz", "original", "hub"])
+@pytest.mark.parametrize("form", ["", ".xz", ".gz", ".bz2", ".zst", "original", "hub"])
 def test_reviews_of_every_form_are_the_same(tmp_path, monkeypatch, form):
     folder = tmp_path / "imdb"
     folder.mkdir()
@@ -117,6 +122,15 @@ def test_a_packed_file_that_is_cut_off(tmp_path):
     path = tmp_path / "train.jsonl.xz"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"train\.jsonl\.xz is damaged after line"):
+        TextClassification(TextSettings(data=str(tmp_path))).prepare()
+
+
+@pytest.mark.parametrize("packing", [".xz", ".gz", ".bz2", ".zst"])
+def test_a_packed_file_that_is_none(tmp_path, packing):
+    write_reviews(tmp_path, packing)
+    path = tmp_path / f"train.jsonl{packing}"
+    path.write_bytes(path.read_bytes()[:12] + b"something else" * 9)
+    with pytest.raises(ValueError, match=rf"train\.jsonl\{packing} is damaged after line 0: \w+"):
         TextClassification(TextSettings(data=str(tmp_path))).prepare()
 
 

@@ -198,6 +198,7 @@ def test_contexts_longer_than_the_text(tmp_path: Path) -> None:
         ({"held_out": 1.0}, r"held_out is 1\.0; it must be a share"),
         ({"documents": "apart"}, "documents is 'apart'; it must be 'joined' or 'separate'"),
         ({"workers": -1}, "workers is -1"),
+        ({"prompts": ("a", "")}, "data, validation or prompts have an empty name or text"),
         ({"data": "text.txt"}, "are tuples of strings"),
     ],
 )

@@ -1,5 +1,6 @@
 """What comes out of files is what was put in, whatever the packaging; what is wrong is said in one line."""
 
+import bz2
 import gzip
 import json
 import lzma
@@ -21,7 +22,13 @@ def zst(data: bytes) -> bytes:
     return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
 
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zst,
+}
 
 
 def contents(*names: str | Path, field: str = "text", split: str = "train", as_bytes: bool = False) -> list[bytes]:
@@ -48,14 +55,14 @@ def test_packed_files_hold_what_was_packed(tmp_path: Path, suffix: str) -> None:
     assert contents(tmp_path / f"b.txt{suffix}") == [DOCUMENTS[1].encode()]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
 def test_archives_of_several_streams_are_read_to_the_end(tmp_path: Path, suffix: str) -> None:
     pack = PACKERS[suffix]
     (tmp_path / f"a.txt{suffix}").write_bytes(pack(b"one ") + pack(b"two ") + bytes(8) + pack(b"three"))
     assert contents(tmp_path / f"a.txt{suffix}") == [b"one two three"]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "noise"])
 def test_damaged_archives_are_named(tmp_path: Path, suffix: str, damage: str) -> None:
     packed = PACKERS[suffix](json_lines([f"text {i * i}" for i in range(3000)]))
