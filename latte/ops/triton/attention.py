@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, TENSORS
+from latte.ops.checks import check_bounds
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.attention_call import Call, Inputs, Options
-from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.known_call import Known, KnownCall
 from latte.ops.triton.past import lay_past, lift_past

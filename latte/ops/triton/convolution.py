@@ -6,9 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
+from latte.ops.checks import check_bounds
 from latte.ops.packing import bounds, last_tokens
 from latte.ops.triton.call import dense, launch, side_by_side
-from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.convolution import backward_kernel, forward_kernel
 from latte.ops.triton.replay import Cookbook, empty
 from latte.ops.triton.sums import add_parts

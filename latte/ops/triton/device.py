@@ -1,12 +1,10 @@
-"""What the kernels need of a machine, and checks that would otherwise stall it."""
+"""What the kernels need of a machine, and of the tensors they are given."""
 
 from functools import cache
 
 import torch
 import triton
 from torch import Tensor
-
-from latte.ops.checks import check_bounds as check_bounds  # where the kernels' modules look for it
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

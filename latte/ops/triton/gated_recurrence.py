@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from latte.ops.checks import check_bounds
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import RGLRUOutput
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
-from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.gated_recurrence import forward_kernel
 from latte.ops.triton.kernels.gated_recurrence_gradients import gate_grad_kernel, piece_starts_kernel
 from latte.ops.triton.known_call import Known, KnownCall

@@ -11,11 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from latte.ops.checks import check_bounds
 from latte.ops.known import needs_gradients, remember
 from latte.ops.packing import spans
 from latte.ops.states import RGLRUOutput
 from latte.ops.triton.call import launch, side_by_side
-from latte.ops.triton.device import check_bounds, check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
 from latte.ops.triton.known_call import Known, KnownCall
