@@ -14,14 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
-from latte.ops.known import needs_gradients, remember
-from latte.ops.states import RGLRUOutput
+from latte.ops.known import needs_gradients
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.gated_recurrence import forward_kernel
 from latte.ops.triton.kernels.gated_recurrence_gradients import gate_grad_kernel, piece_starts_kernel
-from latte.ops.triton.known_call import Known, KnownCall
+from latte.ops.triton.known_call import remember_recurrence
 from latte.ops.triton.recurrence import Rows, mark_rows, scan_pieces
 from latte.ops.triton.replay import Cookbook, Recipe, empty, sign
 from latte.ops.triton.sums import add_parts
@@ -302,12 +301,7 @@ def remember_call(signature: tuple, tensors: tuple[Tensor, ...], dtype: torch.dt
         _, _, *weights = saved
         return dx, *_split(matrices, vectors, *weights)
 
-    known = Known(recipe, turn_back, finish, saved_results=slice(0), absent_are_zero=True)
-
-    def ready(given: Sequence[Any]) -> RGLRUOutput:
-        return RGLRUOutput(*(KnownCall.apply(known, *given) if with_gradients else recipe.run(given)[0]))
-
-    remember(signature, ready)
+    remember_recurrence(signature, recipe, turn_back, finish if with_gradients else None)
 
 
 def _plain(tensors: tuple) -> bool:

@@ -12,14 +12,13 @@ import triton
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
-from latte.ops.known import needs_gradients, remember
+from latte.ops.known import needs_gradients
 from latte.ops.packing import spans
-from latte.ops.states import RGLRUOutput
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
-from latte.ops.triton.known_call import Known, KnownCall
+from latte.ops.triton.known_call import remember_recurrence
 from latte.ops.triton.replay import Cookbook, Recipe, empty, sign
 from latte.ops.triton.sums import add_parts
 
@@ -258,12 +257,7 @@ def remember_call(signature: tuple, tensors: tuple[Tensor, ...]) -> None:
     def finish(found: list[Tensor], _: Sequence[Any]) -> list[Tensor]:
         return found[:-1]  # the last is that of a state, which was not given
 
-    known = Known(recipe, turn_back, finish, saved_results=slice(0), absent_are_zero=True)
-
-    def ready(given: Sequence[Any]) -> RGLRUOutput:
-        return RGLRUOutput(*(KnownCall.apply(known, *given) if with_gradients else recipe.run(given)[0]))
-
-    remember(signature, ready)
+    remember_recurrence(signature, recipe, turn_back, finish if with_gradients else None)
 
 
 def _plain(tensors: tuple) -> bool:
