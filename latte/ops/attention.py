@@ -52,7 +52,7 @@ def latte_attention(
         if known is not None:
             return known
     _check_latents(q, k, v, extra=0)
-    sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v)
+    sequences = _check_common(causal, mask, cu_seqlens, q=q, k=k, v=v)
     _check_latte_state(state, (sequences, q.shape[2], k.shape[3], v.shape[3]), v)
     y, latents = _attend(backend, q, k, v, causal=causal, mask=mask, latents=state, cu_seqlens=cu_seqlens)
     if signature is not None:
@@ -85,7 +85,7 @@ def linear_attention(
     checks.check_shape("v", v, "B T Hv D", (None,) * 4)
     checks.check_shape("q", q, "B T H L", (v.shape[0], v.shape[1], None, None))
     checks.check_shape("k", k, "B T H L", q.shape)
-    sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v)
+    sequences = _check_common(causal, mask, cu_seqlens, q=q, k=k, v=v)
     if mask is not None:  # what stands in masked positions may be anything, and features have gradients of their own
         q, k = (x.masked_fill(~mask[..., None, None], 0.0) for x in (q, k))
     log_q, log_k = log_features(feature_map, q, "q"), log_features(feature_map, k, "k")
@@ -125,7 +125,7 @@ def window_attention(
         if known is not None:
             return known
     _check_window_parts("q", q, "k", k, v, window, scale, softcap)
-    sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v)
+    sequences = _check_common(causal, mask, cu_seqlens, q=q, k=k, v=v)
     _check_window_state(state, sequences, k, v, window)
     y, _ = _attend(
         backend, None, None, v, q, k, window=window, scale=scale, softcap=softcap, causal=causal, mask=mask,
@@ -172,7 +172,7 @@ def macchiato_attention(
     _check_latents(q, k, v, extra=1)
     _check_window_parts("window_q", window_q, "window_k", window_k, v, window, scale, softcap)
     checks.check_sizes("window_q", window_q, "B T H E", (*q.shape[:3], None))
-    sequences = _check_common(mask, cu_seqlens, q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    sequences = _check_common(causal, mask, cu_seqlens, q=q, k=k, v=v, window_q=window_q, window_k=window_k)
     past = None
     if state is not None:
         checks.check_kind("state", state, MacchiatoState)
@@ -233,7 +233,9 @@ def _attend(
     cu_seqlens: Tensor | None,
     tail: WindowState | None = None,
 ) -> tuple[Tensor, LatteState]:
-    match checks.backend_for(backend, v.device):
+    name = checks.backend_for(backend, v.device)
+    checks.refuse_tangents(name, q, k, v, window_q, window_k, *(latents or ()), *(past or ()))
+    match name:
         case "reference":
             from latte.ops.reference.attention import attend
         case "torch":
@@ -274,8 +276,9 @@ def _check_window_parts(
     checks.check_grouping(q.shape[2], v.shape[2], q_name)
 
 
-def _check_common(mask: Tensor | None, cu_seqlens: Tensor | None, **tensors: Tensor) -> int:
-    """Mask, packing and devices; returns the number of states."""
+def _check_common(causal: bool, mask: Tensor | None, cu_seqlens: Tensor | None, **tensors: Tensor) -> int:
+    """Direction, mask, packing and devices; returns the number of states."""
+    checks.check_causal(causal)
     batch, tokens = tensors["v"].shape[:2]
     checks.check_mask(mask, batch, tokens)
     sequences = checks.check_cu_seqlens(cu_seqlens, batch)

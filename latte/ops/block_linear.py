@@ -20,10 +20,11 @@ def block_linear(
     checks.check_shape("x", x, "B T N·I", (None, None, blocks * size))
     checks.check_shape("bias", bias, "2 N·O", (groups, blocks * out))
     checks.check_same_device(x=x, weight=weight, bias=bias)
-    if torch.is_autocast_enabled(x.device.type):
+    if checks.autocasts(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     if checks.backend_for(backend, x.device) == "triton":
+        checks.refuse_tangents("triton", x, weight, bias)
         from latte.ops.triton.block_linear import multiply
 
         return multiply(x, weight, bias)

@@ -4,11 +4,14 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BACKENDS = ("auto", "reference", "torch", "triton")
 _checked = WeakIdKeyDictionary()
 
@@ -27,11 +30,26 @@ def may_replay(backend: object, x: object) -> bool:
     return backend in ("auto", "triton") and isinstance(x, Tensor) and x.is_cuda
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on there; PyTorch takes it for an error to ask that of the meta device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A region without autocast; where there is none anyway, one that costs nothing."""
-    if torch.is_autocast_enabled(device.type):
+    if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def refuse_tangents(backend: str, *tensors: Tensor | None) -> None:
+    """Custom operations would drop the tangents of forward-mode differentiation, and give zeros without a word."""
+    if backend == "reference" or torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise ValueError(
+            f'an input has a tangent; backend "{backend}" has no forward-mode derivatives: take them by backward'
+        )
 
 
 def check_shape(name: str, tensor: object, legend: str, shape: Sequence[int | None]) -> None:
@@ -42,8 +60,13 @@ def check_shape(name: str, tensor: object, legend: str, shape: Sequence[int | No
 def check_floating(name: str, tensor: object, legend: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is {type(tensor).__name__}; it must be a tensor [{legend}]")
-    if not tensor.is_floating_point():
-        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be a floating point tensor [{legend}]")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}; it must be a floating point tensor [{legend}] "
+            "in float32, bfloat16, float16 or float64"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}; it must be a dense tensor [{legend}]")
     return tensor
 
 
@@ -74,7 +97,21 @@ def check_window(window: object) -> None:
         raise ValueError(f"window is {window!r}; it must be an integer of at least 1 (the token itself counts)")
 
 
+def check_causal(causal: object) -> None:
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}; it must be True or False")
+
+
+def check_number(name: str, value: object) -> None:
+    """A tensor is none: operations take numbers, and would cut its gradient off."""
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real, torch.SymFloat, torch.SymInt)):
+        raise ValueError(f"{name} is {value!r}; it must be a number")
+
+
 def check_scores(scale: float | None, softcap: float | None) -> None:
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None:
+            check_number(name, value)
     if scale is not None and not -math.inf < scale < math.inf:  # math.isfinite takes no number that is symbolic
         raise ValueError(f"scale is {scale}; it must be finite, or None for E ** -0.5")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -140,3 +177,15 @@ def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
     if stamp is None or _checked.get(cu_seqlens) != stamp:
         sequence_bounds(cu_seqlens, tokens)
         _checked[cu_seqlens] = stamp
+
+
+def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Targets within the vocabulary, where looking at them does not stall the device."""
+    if targets.device.type != "cpu":
+        return
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+    if wrong.any():
+        raise ValueError(
+            f"targets holds {int(targets[wrong][0])}; targets must be from 0 to {vocabulary - 1}, the rows of weight, "
+            f"or ignore_index = {ignore_index}"
+        )

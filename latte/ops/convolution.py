@@ -35,7 +35,9 @@ def short_conv(
     if state is not None:
         checks.check_shape("state", state, "B K-1 W" if cu_seqlens is None else "N K-1 W", past)
     checks.check_same_device(x=x, weight=weight, bias=bias, mask=mask, state=state, cu_seqlens=cu_seqlens)
-    match checks.backend_for(backend, x.device):
+    name = checks.backend_for(backend, x.device)
+    checks.refuse_tangents(name, x, weight, bias, state)
+    match name:
         case "reference":
             from latte.ops.reference.convolution import convolve
         case "torch":

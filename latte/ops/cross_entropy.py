@@ -1,5 +1,7 @@
 """Cross entropy of a linear layer's logits, for vocabularies whose logits would not fit."""
 
+from numbers import Integral
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -30,12 +32,12 @@ def linear_cross_entropy(
     `num_items` takes the place of their number in "mean", as gradient accumulation over several batches needs it;
     `softcap` bounds logits as softcap · tanh(logit / softcap). Under autocast the products are in its dtype.
     """
-    _check(hidden, weight, targets, reduction, num_items, softcap, label_smoothing)
-    device = hidden.device.type
+    _check(hidden, weight, targets, ignore_index, reduction, num_items, softcap, label_smoothing)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if checks.autocasts(hidden.device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
     name = checks.backend_for(backend, hidden.device)
+    checks.refuse_tangents(name, hidden, weight)
     match name:
         case "reference":
             from latte.ops.reference.cross_entropy import losses, total
@@ -47,7 +49,7 @@ def linear_cross_entropy(
 
             check_kernel(hidden, weight)
     options = Options(ignore_index, softcap or 0.0, label_smoothing, dtype, name)
-    with torch.autocast(device, enabled=False):
+    with checks.no_autocast(hidden.device):
         if reduction == "none":
             return losses(hidden, weight, targets, options)
         loss = total(hidden, weight, targets, options)
@@ -63,6 +65,7 @@ def _check(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    ignore_index: int,
     reduction: str,
     num_items: int | Tensor | None,
     softcap: float | None,
@@ -81,8 +84,16 @@ def _check(
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f'num_items is given with reduction {reduction!r}; it divides the loss of reduction="mean"')
-    if isinstance(num_items, int) and num_items < 1:
-        raise ValueError(f"num_items is {num_items}; it must be at least 1, the number of targets that count")
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items has shape {list(num_items.shape)}; it must be one number")
+    elif num_items is not None:
+        checks.check_number("num_items", num_items)
+        if not num_items > 0:
+            raise ValueError(f"num_items is {num_items}; it must be at least 1, the number of targets that count")
+    if not isinstance(ignore_index, Integral):
+        raise ValueError(f"ignore_index is {ignore_index!r}; it must be an integer")
     checks.check_scores(None, softcap)
+    checks.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be between 0 and 1")

@@ -63,6 +63,10 @@ def gated_rglru(
             if signature is not None:
                 remember_call(signature, given, dtype)
             return RGLRUOutput(y, after)
+    checks.check_mask(mask, x.shape[0], x.shape[1])
+    checks.check_same_device(x=x, a_weight=a_weight, a_bias=a_bias, x_weight=x_weight, x_bias=x_bias, mask=mask)
+    if mask is not None:  # what stands in masked positions may be anything, and weights have gradients of it
+        x = x.masked_fill(~mask[..., None], 0.0)
     weight, bias = torch.stack([a_weight, x_weight]), torch.stack([a_bias, x_bias])
     a_gate, x_gate = block_linear(x, weight, bias, backend=backend)
     return rglru(x, a_gate, x_gate, a_param, mask=mask, state=state, cu_seqlens=cu_seqlens, backend=backend)
@@ -70,8 +74,7 @@ def gated_rglru(
 
 def _product_dtype(x: Tensor) -> torch.dtype:
     """That of the gates' products."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if checks.autocasts(x.device) else x.dtype
 
 
 def _check_past(x: Tensor, mask: object, state: Tensor | None, cu_seqlens: object) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -17,10 +18,11 @@ KNOWN: dict[Any, Ready] = {}
 
 def sign_call(op: str, tensors: Sequence[Any], options: tuple) -> tuple | None:
     """What a plain call is checked for, and its launches follow from; None for any other call."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    # Within transformations of torch.func tensors have no address; forward-mode differentiation is refused elsewhere.
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return None
     with_grad = torch.is_grad_enabled()
-    parts: list[Any] = [op, options]
+    parts: list[Any] = [op, options, *map(type, options)]  # True is no window of 1
     addresses = []
     for x in tensors:
         if x is None:

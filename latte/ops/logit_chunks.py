@@ -6,7 +6,7 @@ has a gradient per token and goes through the chunks again in backward.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -130,10 +130,24 @@ def _save_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
 
 
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which cannot be differentiated: as products with `dtotal` they look as if they could."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError('linear_cross_entropy has no second derivatives; use backend="reference"')
+
+
 def _scale(ctx, dtotal, *_):
     if dtotal is None:
         return (None,) * (2 + ctx.others)
     scaled = [(dtotal * grad).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    if torch.is_grad_enabled():  # that is create_graph=True
+        scaled = [_Once.apply(grad) for grad in scaled]
     return (*_where(ctx.wanted, scaled), *(None for _ in range(ctx.others)))
 
 
@@ -233,5 +247,7 @@ def accumulate(sums: Tensor, a: Tensor, b: Tensor) -> None:
         sums.addmm_(a, b)
     elif a.device.type == "cuda" and ADDS_WIDE:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
+    elif a.dtype == torch.float16 and a.device.type != "cuda":  # a chunk's sum may be beyond its range
+        sums.addmm_(a.to(sums.dtype), b.to(sums.dtype))
     else:
         sums.add_(product(a, b, sums.dtype))

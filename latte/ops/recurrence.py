@@ -44,7 +44,9 @@ def rglru(
     checks.check_same_device(
         x=x, a_gate=a_gate, x_gate=x_gate, a_param=a_param, mask=mask, state=state, cu_seqlens=cu_seqlens
     )
-    match checks.backend_for(backend, x.device):
+    name = checks.backend_for(backend, x.device)
+    checks.refuse_tangents(name, x, a_gate, x_gate, a_param, state)
+    match name:
         case "reference":
             from latte.ops.reference.recurrence import recur
         case "torch":

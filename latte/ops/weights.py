@@ -33,6 +33,7 @@ def attention_weights(
     queries = window_q if q is None else q
     assert queries is not None
     batch, tokens = queries.shape[:2]
+    checks.check_causal(causal)
     checks.check_mask(mask, batch, tokens)
     checks.check_cu_seqlens(cu_seqlens, batch)
     checks.check_same_device(q=q, k=k, window_q=window_q, window_k=window_k, mask=mask, cu_seqlens=cu_seqlens)
@@ -100,7 +101,7 @@ def _visible(queries: Tensor, causal: bool, mask: Tensor | None, cu_seqlens: Ten
 def _window_weights(q, k, visible, window: int, scale: float | None, softcap: float | None) -> Tensor:
     dtype = accumulation_dtype(q, k)
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    with torch.autocast(q.device.type, enabled=False):
+    with checks.no_autocast(q.device):
         scores = torch.einsum("bthe,bshe->bhts", q.to(dtype), k) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -114,6 +115,7 @@ def _latent_parts(q, k, visible, feature_map):
     dtype = accumulation_dtype(q, k)
     if feature_map is not None:
         q, k = log_features(feature_map, q, "q"), log_features(feature_map, k, "k")
+        checks.check_positive("q", q.shape[3], "L")
     logits, keys = q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)
 
     def scores(latent: int) -> Tensor:

@@ -98,6 +98,11 @@ def test_sums_beyond_float16_are_scaled_before_they_are_rounded():
     assert_close(grad, torch.tensor([[-15.0], [15.0]], dtype=torch.float16).expand(2, 2))
 
 
+def test_a_chunks_sum_may_be_beyond_float16(monkeypatch):
+    monkeypatch.setattr(logit_chunks, "ON_CPU", 2**25)
+    test_sums_beyond_float16_are_scaled_before_they_are_rounded()
+
+
 @REDUCTIONS
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
 def test_only_what_needs_gradients_gets_them(wanted, reduction):
@@ -151,10 +156,11 @@ def test_nothing_to_predict_is_as_in_pytorch(tokens, reduction):
 
 
 @REDUCTIONS
-def test_ignored_rows_do_not_matter(reduction):
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_ignored_rows_do_not_matter(backend, reduction):
     hidden, weight, targets = make_inputs()
     hostile = hidden.detach().masked_fill((targets == -100)[:, None], torch.nan).requires_grad_()
-    actual = linear_cross_entropy(hostile, weight, targets, reduction=reduction)
+    actual = linear_cross_entropy(hostile, weight, targets, reduction=reduction, backend=backend)
     expected = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
     assert_close(actual, expected)
     assert_close(gradients(actual, hostile, weight), gradients(expected, hidden, weight))
@@ -201,6 +207,19 @@ def test_backward_twice():
     loss = linear_cross_entropy(*inputs)
     first = torch.autograd.grad(loss, inputs[:2], retain_graph=True)
     assert_close(torch.autograd.grad(loss, inputs[:2]), first)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@REDUCTIONS
+def test_second_derivatives_are_refused(power, reduction):
+    """As products with what comes from above, gradients look as if they could be differentiated."""
+    inputs = make_inputs()
+    loss = linear_cross_entropy(*inputs, reduction=reduction).pow(power).sum()
+    grads = torch.autograd.grad(loss, inputs[:2], create_graph=True)
+    assert_close(grads, torch.autograd.grad(plain(*inputs, reduction=reduction).pow(power).sum(), inputs[:2]))
+    for grad in grads:
+        with pytest.raises(RuntimeError, match=r"second derivatives|no autograd formula"):
+            torch.autograd.grad(grad.sum(), inputs[:2], retain_graph=True)
 
 
 @OPTIONS
@@ -294,6 +313,14 @@ def test_chunks_on_other_devices_are_few_and_bounded(tokens, vocabulary, count):
         ({"targets": torch.zeros(N, dtype=torch.long, device="meta")}, ["targets is on meta", "cpu"]),
         ({"reduction": "average"}, ["reduction is 'average'", "'mean'"]),
         ({"num_items": 0}, ["num_items is 0", "at least 1"]),
+        ({"num_items": -2.5}, ["num_items is -2.5", "at least 1"]),
+        ({"num_items": float("nan")}, ["num_items is nan", "at least 1"]),
+        ({"num_items": "5"}, ["num_items is '5'", "a number"]),
+        ({"num_items": torch.tensor([1, 2])}, ["num_items has shape [2]", "one number"]),
+        ({"ignore_index": None}, ["ignore_index is None", "an integer"]),
+        ({"softcap": torch.tensor(5.0)}, ["softcap is tensor(5.)", "a number"]),
+        ({"label_smoothing": None}, ["label_smoothing is None", "a number"]),
+        ({"targets": torch.full((N,), V), "backend": "reference"}, ["targets holds 53", "0 to 52"]),
         ({"num_items": 5, "reduction": "sum"}, ["num_items", "'sum'"]),
         ({"softcap": -1.0}, ["softcap is -1.0", "None"]),
         ({"label_smoothing": 1.5}, ["label_smoothing is 1.5", "between 0 and 1"]),

@@ -109,6 +109,8 @@ MISMATCHED = [
 KINDS = [
     (OPS, {"v": V.long()}, r"v has dtype torch\.int64; it must be a floating point tensor \[B T Hv D\]"),
     (ALL, {"q": z(B, T, H, L, dtype=torch.bool)}, r"q has dtype torch\.bool; it must be a floating point tensor"),
+    (ALL, {"q": z(B, T, H, L, dtype=torch.float8_e4m3fn)}, r"q has dtype torch\.float8_e4m3fn; .* float64"),
+    (ALL, {"q": z(B, T, H, L).to_sparse()}, r"q has layout torch\.sparse_coo; it must be a dense tensor"),
     (ALL, {"k": [1.0]}, r"k is list; it must be a tensor"),
     (OPS, {"v": None}, r"v is NoneType; it must be a tensor"),
     (WITH_WINDOW, {"window": 0}, r"window is 0; it must be an integer of at least 1"),
@@ -119,6 +121,12 @@ KINDS = [
     (WINDOWED, {"softcap": 0.0}, r"softcap is 0\.0; it must be positive and finite"),
     (WITH_WINDOW, {"softcap": -1.0}, r"softcap is -1\.0; it must be positive and finite, or None"),
     (WITH_WINDOW, {"softcap": torch.inf}, r"softcap is inf; it must be positive and finite"),
+    (WINDOWED, {"scale": torch.tensor(0.5, requires_grad=True)}, r"scale is tensor\(0\.5.*\); it must be a number"),
+    (WINDOWED, {"scale": "0.5"}, r"scale is '0\.5'; it must be a number"),
+    (WINDOWED, {"softcap": torch.tensor(5.0)}, r"softcap is tensor\(5\.\); it must be a number"),
+    (WITH_WINDOW, {"softcap": True}, r"softcap is True; it must be a number"),
+    (ALL, {"causal": "False"}, r"causal is 'False'; it must be True or False"),
+    (ALL, {"causal": None}, r"causal is None; it must be True or False"),
     (WINDOWED, {"scale": torch.nan}, r"scale is nan; it must be finite, or None"),
     (OPS, {"backend": "cuda"}, r"backend is 'cuda'; it must be one of 'auto', 'reference', 'torch', 'triton'"),
     (OPS, {"backend": None}, r"backend is None; it must be one of"),
@@ -236,6 +244,10 @@ def test_packing_elsewhere() -> None:
         ({"k": z(B, T, H, L)}, r"q is missing; give both q and k"),
         ({"window_q": z(B, T, H, E)}, r"window_k is missing; give both"),
         ({"window_k": z(B, T, H, E)}, r"window_q is missing; give both"),
+        (
+            {"q": z(B, T, H, L), "k": z(B, T, H, L), "feature_map": lambda x: x[..., :0]},
+            r"q has L = 0; it must be at least 1",
+        ),
         ({**PACK["weights"], "feature_map": "exp"}, r"feature_map is 'exp' with a window; linear attention has none"),
     ],
 )

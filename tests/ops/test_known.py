@@ -24,6 +24,8 @@ def test_signatures_tell_calls_apart() -> None:
     others = [
         known.sign_call("other", (x, y), (1,)),
         known.sign_call("op", (x, y), (2,)),
+        known.sign_call("op", (x, y), (1.0,)),
+        known.sign_call("op", (x, y), (True,)),
         known.sign_call("op", (x, y.double()), (1,)),
         known.sign_call("op", (x, y[:, :4]), (1,)),
         known.sign_call("op", (x, torch.zeros(2, 2, 8, 16).transpose(1, 2)), (1,)),
@@ -33,7 +35,7 @@ def test_signatures_tell_calls_apart() -> None:
         known.sign_call("op", (x, torch.nn.Parameter(draw(16)[:, :4])), (1,)),
     ]
     assert None not in others
-    assert len({signature, *others}) == 10
+    assert len({signature, *others}) == 12
 
 
 def test_gradients_that_nobody_asks_for_make_no_difference() -> None:
@@ -49,6 +51,9 @@ def test_what_has_no_signature() -> None:
     assert known.sign_call("op", (x, torch.zeros(9)[1:]), ()) is None  # not aligned
     with torch.autograd.forward_ad.dual_level():  # where x may have a tangent
         assert known.sign_call("op", (x,), ()) is None
+    seen = []
+    torch.vmap(lambda row: (seen.append(known.sign_call("op", (row,), ())), row)[1])(x)  # rows have no address
+    assert seen == [None]
     assert known.sign_call("op", (x,), ()) is not None
 
 

@@ -106,6 +106,15 @@ def test_what_is_frozen_gets_no_gradient(frozen: tuple[str, ...], device: str) -
     check(inputs, angles(sizes, device, 1, 20), sizes)
 
 
+def test_rows_of_one_token(device: str) -> None:
+    """Views of a product then tell its rows' distance by another stride. A choice of one value has no gradient."""
+    sizes = SIZES["grouped, odd widths"]
+    inputs = make_inputs(sizes, device, 3, 1)
+    for name, z in zip(NAMES, inputs, strict=True):
+        z.requires_grad_(name in ("x", "value"))
+    check(inputs, angles(sizes, device, 3, 1), sizes)
+
+
 def test_whole_tiles(device: str) -> None:
     """The path without bounds checks, whose gradients are not masked on their way into their columns."""
     sizes = SIZES["parts of whole rows"]

@@ -123,6 +123,19 @@ def test_a_ring_holds_what_a_moving_window_does(form, slots, masked, backend, de
             assert ((ring.keys != before).flatten(2).any(dim=2).sum(dim=1) <= 1).all()
 
 
+@pytest.mark.parametrize("form", ["latte", "window", "macchiato"])
+def test_a_step_of_no_rows(form, device):
+    state = without_rows(make_state(form, 2, 3, device))
+    tokens = [None if x is None else x[:0] for x in make_tokens(form, 2, device)]
+    place = Place(*(x[:0] if x is not None and x.ndim else x for x in make_place(device)))
+    assert mixture_step_(*tokens, state, place, backend="torch").shape == (0, 1, 2 * HV, D)
+
+
+def without_rows(state):
+    """A state of no rows."""
+    return type(state)(*(without_rows(x) if isinstance(x, tuple) else x[:0] for x in state))
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_step_in_bfloat16_without_options(backend, device):
     tokens = make_tokens("macchiato", 2, device, torch.bfloat16)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from latte.ops.checks import check_targets
+
 
 def losses_and_gradients(
     logits: Tensor,
@@ -20,7 +22,7 @@ def losses_and_gradients(
 
     0 for ignored rows; dlosses are 1 where None; without `gradients` the second tensor is empty. The logits are lost.
     """
-    _check_targets(targets, vocabulary, ignore_index)
+    check_targets(targets, vocabulary, ignore_index)
     real = targets != ignore_index
     index = targets.masked_fill(~real, 0).long()[:, None]
     if softcap:
@@ -42,15 +44,3 @@ def losses_and_gradients(
         dlogits.sub_(factor * (label_smoothing / vocabulary))
     dlogits.scatter_(1, index, dlogits.gather(1, index) - (1.0 - label_smoothing) * factor)
     return losses, (dlogits if slope is None else dlogits.mul_(slope)).to(dtype)
-
-
-def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Targets within the vocabulary, where looking at them does not stall the device."""
-    if targets.device.type != "cpu":
-        return
-    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
-    if wrong.any():
-        raise ValueError(
-            f"targets holds {int(targets[wrong][0])}; targets must be from 0 to {vocabulary - 1}, the rows of weight, "
-            f"or ignore_index = {ignore_index}"
-        )

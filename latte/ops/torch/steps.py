@@ -53,8 +53,8 @@ def window_mean(
     q: Tensor, key: Tensor, value: Tensor, past: WindowState, scale: float, softcap: float | None, dtype: torch.dtype
 ) -> Tensor:
     """Σ_s a_s v_s [B H D] over the past positions that are valid and the token itself."""
-    batch, value_heads = key.shape[:2]
-    grouped = q.to(dtype).view(batch, value_heads, -1, q.shape[2]) * scale
+    value_heads = key.shape[1]
+    grouped = q.to(dtype).unflatten(1, (value_heads, q.shape[1] // value_heads)) * scale
     scores = torch.cat(
         [
             torch.matmul(grouped, past.keys.to(dtype).permute(0, 2, 3, 1)),

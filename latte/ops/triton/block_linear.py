@@ -45,7 +45,13 @@ def _piece(size: int) -> int:
 def even_rows(x: Tensor) -> Tensor:
     """x [… T W] with rows at equal distances."""
     even = x.stride(-1) == 1 and (x.shape[-3] == 1 or x.stride(-3) == x.shape[-2] * x.stride(-2))
-    return x if even else x.contiguous()
+    return x if even else side_by_side_rows(x)
+
+
+def side_by_side_rows(x: Tensor) -> Tensor:
+    """x [… T W] with rows next to each other, so that the stride of T says so even where T is 1."""
+    x = x.contiguous()
+    return x if x.stride(-2) == x.shape[-1] else x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("latte::block_linear_forward", mutates_args=())
@@ -114,7 +120,7 @@ def block_linear_backward(dy: Tensor, other: Tensor, x: Tensor, weight: Tensor) 
         return dx, torch.zeros_like(weight), weight.new_zeros((groups, blocks * out), dtype=torch.float32)
     options = _options(blocks, size, out, x.dtype)
     x, narrow = even_rows(x), weight.to(x.dtype).contiguous()
-    dy, other = (z.to(x.dtype).contiguous() for z in (dy, other))
+    dy, other = (side_by_side_rows(z.to(x.dtype)) for z in (dy, other))
     if size <= options["BI"] and out <= options["BO"]:
         sums = launch_gradients(x, dy, other, narrow[0], narrow[1], dx)
     else:

@@ -152,7 +152,8 @@ def _like(x: Tensor | None) -> Tensor | None:
 
 
 def _token_strides(**room: Tensor | None) -> dict[str, int]:
-    return {name: 0 if x is None else x.stride(1) for name, x in room.items()}
+    """Numbers from one token to the next, in one row of the batch or, where a row is one token, from row to row."""
+    return {name: 0 if x is None else x.stride(0 if x.shape[1] == 1 else 1) for name, x in room.items()}
 
 
 def _scan_carries(call: Call, states: States, carries: Carries, into: tuple[Tensor, Tensor] | None) -> Carries:
