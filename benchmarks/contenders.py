@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from latte.ops.attention import latte_attention, macchiato_attention, window_attention
 from latte.ops.convolution import short_conv
+from latte.ops.gated_recurrence import gated_rglru
 from latte.ops.recurrence import rglru
 
 PASSES = ("forward", "forward+backward")
@@ -109,6 +110,16 @@ RGLRU = Contender(
     "latte",
     lambda draw: [*(draw.channels() for _ in range(3)), draw.line(-9.0, 1.0)],  # a from 0.9999 down to 0
     lambda inputs, sizes, **options: rglru(*inputs, **options),
+)
+GATED = Contender(
+    "RG-LRU with its gates",
+    "latte",
+    lambda draw: [
+        draw.channels(),
+        *(x for _ in range(2) for x in (draw(1, draw.sizes.width, draw.sizes.width), draw.line(-1.0, 1.0))),
+        draw.line(-9.0, 1.0),
+    ],
+    lambda inputs, sizes, **options: gated_rglru(*inputs, **options),
 )
 CONVOLUTION = Contender(
     "short conv",

@@ -20,6 +20,10 @@ SECTIONS = {
         "On an NVIDIA H200",
         "python benchmarks/ops.py --device cuda --output benchmarks/results/h200-ops.json",
     ),
+    "cpu-host.json": (
+        "Around a call, on a CPU",
+        "python benchmarks/host.py --output benchmarks/results/cpu-host.json",
+    ),
 }
 INTRODUCTION = """\
 # Benchmarks
@@ -42,6 +46,8 @@ Inputs are random numbers from a fixed seed.
   process, by its resident set, and the results of the call are part of it.
 - Results of ops count only beside a right answer: outputs and all gradients are compared with float64 in the same run,
   by ‖difference‖ / ‖right‖, and run twice to see the same bits.
+- **Around a call** is what the host does from one call of an op to the next, its launches left out: Python, PyTorch's
+  graph and its allocator, for calls like one made before. On a CPU it is the process's CPU time, the median of rounds.
 - A row says **ok** or **missed** where there is a target, **wrong** if its results failed the comparison, and
   **skipped**, with the reason, where a contender does not run.
 """

@@ -24,7 +24,7 @@ from benchmarks import program  # noqa: E402
 from benchmarks.rows import Row  # noqa: E402
 
 LAUNCHES = "latte.ops.triton.replay.launch_all"
-SEEN = 4  # calls after which all is recorded
+SEEN = 5  # calls after which all is recorded
 CALLS, ROUNDS = 50, 200
 BY_ITSELF = "one node of the graph that does nothing"  # with Macchiato's five inputs
 
@@ -38,20 +38,14 @@ def measure(run: program.Run) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
     import torch
 
-    from benchmarks.contenders import OURS, Contender, Sizes
+    from benchmarks.contenders import GATED, OURS, Contender, Sizes
 
     sizes = Sizes(batch=1, tokens=64, heads=2, head_dim=16, window=32)  # the host's time depends on no size
     rounds = ROUNDS // 10 if run.options.quick else ROUNDS
     # Beside a GPU backward runs in a thread that has to wake first; on a CPU other programs' turns should not count.
     clock = time.process_time if run.options.device == "cpu" else time.perf_counter
     torch.set_num_threads(1)
-    run.facts |= {
-        **sizes._asdict(),
-        "dtype": "float32",
-        "clock": clock.__name__,
-        "calls_a_round": CALLS,
-        "rounds": rounds,
-    }
+    run.facts |= sizes._asdict() | {"dtype": "float32", "clock": clock.__name__, "calls": CALLS, "rounds": rounds}
 
     def row(op: str, passes: dict[str, Callable[[], object]], launches: int | None) -> None:
         taken = {name: median(rounds_of(step, clock, rounds)) for name, step in passes.items()}
@@ -73,14 +67,12 @@ def measure(run: program.Run) -> None:
                 step()
             return found
 
-        for contender in OURS:
+        for contender in (*OURS, GATED):
             run.progress(contender.op)
             passes, counted = steps(contender), []
-            with patch(
-                "latte.ops.triton.replay.launch_all", lambda launches, *_, counted=counted: counted.extend(launches)
-            ):
+            with patch(LAUNCHES, lambda launches, *_, counted=counted: counted.extend(launches)):
                 passes["forward+backward_us"]()
-            with patch("latte.ops.triton.replay.launch_all", lambda *_: None):
+            with patch(LAUNCHES, lambda *_: None):
                 row(contender.op, passes, len(counted))
         row(BY_ITSELF, nothing(run.options.device), None)
 

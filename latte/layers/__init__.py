@@ -4,7 +4,8 @@ Each maps [B T C] to [B T C] and is usable alone. Those with a past have `stream
 `forward`.
 """
 
-from latte.layers.attention import AttentionOutput, AttentionState, LatteAttention, StepCounters
+from latte.layers.attention import LatteAttention
+from latte.layers.attention_state import AttentionOutput, AttentionState, StepCounters
 from latte.layers.block import Block
 from latte.layers.cross import CrossAttention
 from latte.layers.feedforward import GLU, MLP, make_feedforward

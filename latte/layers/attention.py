@@ -1,11 +1,12 @@
 """Attention with its projections: Latte, Latte Macchiato, window and full softmax attention by configuration."""
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from latte.layers.attention_state import AttentionOutput, AttentionState, Rotary, StepCounters
 from latte.layers.checks import check_choice, check_count
 from latte.layers.initialization import reset_linear
 from latte.layers.mixers import make_mixer
@@ -46,28 +47,6 @@ from latte.ops.projected import MacchiatoWeights, projected_macchiato
 from latte.ops.steps import LinearWeights, Place, input_step_, mixture_step_
 
 FEATURE_MAPS = ("elu+1", "exp", "relu")
-Rotary = tuple[Float[Tensor, "_ T half"], Float[Tensor, "_ T half"]]
-
-
-class AttentionState(NamedTuple):
-    """All that the past contributes to a layer; packed sequences have a row each in place of B."""
-
-    mixer: Tensor | None  # RG-LRU's h [B C] in float32, or the convolution's last inputs [B K-1 C]
-    attention: LatteState | MacchiatoState | WindowState | SoftmaxState | SoftmaxRoom
-    position: Int[Tensor, " B"]  # real tokens seen, which is the next one's rotary position
-
-
-class StepCounters(NamedTuple):
-    """What steps in place count besides a row's position."""
-
-    arrivals: Int[Tensor, " B"]  # int32, 0 between calls
-    seen: Int[Tensor, ""]  # tokens, real or not
-    turn: Int[Tensor, " B"] | None = None  # int32: with it the window is a ring, and its oldest position is there
-
-
-class AttentionOutput(NamedTuple):
-    y: Float[Tensor, "B T C"]
-    state: AttentionState
 
 
 class LatteAttention(nn.Module):

@@ -3,7 +3,8 @@
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from latte.layers.attention import AttentionOutput, AttentionState, LatteAttention, Rotary
+from latte.layers.attention import LatteAttention
+from latte.layers.attention_state import AttentionOutput, AttentionState, Rotary
 from latte.layers.norms import make_norm
 
 

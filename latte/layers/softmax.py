@@ -45,6 +45,9 @@ class SoftmaxRoom(NamedTuple):
         return SoftmaxState(self.keys.transpose(1, 2), self.values.transpose(1, 2), self.valid)
 
 
+torch.serialization.add_safe_globals([SoftmaxState, SoftmaxRoom])
+
+
 def softmax_attention(
     q: Float[Tensor, "B T H E"],
     k: Float[Tensor, "B T Hv E"],

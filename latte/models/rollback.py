@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from latte.layers import AttentionOutput, AttentionState, count_tokens
-from latte.layers.attention import Rotary
+from latte.layers.attention_state import Rotary
 
 LIMIT = 128  # at least so many tokens can be taken back
 

@@ -36,6 +36,9 @@ class MacchiatoState(NamedTuple):
     valid: Bool[Tensor, "B P"]
 
 
+torch.serialization.add_safe_globals([LatteState, WindowState, MacchiatoState])  # for torch.load as it is by default
+
+
 class LatteOutput(NamedTuple):
     y: Float[Tensor, "B T H D"]
     state: LatteState

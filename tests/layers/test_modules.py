@@ -1,6 +1,7 @@
 """Layers as modules: names of parameters, settings, dtypes, copies, checkpointing, construction without memory."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -101,9 +102,12 @@ def test_copies_and_round_trips(form):
     other.load_state_dict(layer.state_dict(), strict=True)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), other):
         assert torch.equal(twin(x), y)
-    copied = pickle.loads(pickle.dumps(state))
-    assert type(copied) is type(state)
-    assert torch.equal(layer.stream(x, copied).y, layer.stream(x, state).y)
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    for copied in (pickle.loads(pickle.dumps(state)), torch.load(file)):
+        assert type(copied) is type(state)
+        assert type(copied.attention) is type(state.attention)
+        assert torch.equal(layer.stream(x, copied).y, layer.stream(x, state).y)
     assert type(layer).__name__ in repr(layer)
 
 
