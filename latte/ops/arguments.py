@@ -3,6 +3,12 @@
 from typing import NamedTuple
 
 TENSORS = ("q", "k", "v", "window_q", "window_k", "mask", "log_norm", "mean", "past_keys", "past_values", "past_valid")
+MIXTURE = (
+    ", ".join(f"Tensor{'' if name == 'v' else '?'} {name}" for name in (*TENSORS, "cu_seqlens"))
+    + ", SymInt window, float scale, float softcap, bool undirected, bool causal"
+)
+"""The same in PyTorch's language of schemas, with packing and options."""
+
 DIFFERENTIABLE = ("q", "k", "v", "window_q", "window_k", "log_norm", "mean", "past_keys", "past_values")
 
 

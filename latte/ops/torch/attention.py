@@ -3,10 +3,12 @@
 They are opaque to torch.compile, which neither unrolls their loops nor breaks the graph at them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from latte.ops.arguments import DIFFERENTIABLE, TENSORS
+from latte.ops.arguments import DIFFERENTIABLE, MIXTURE, TENSORS
 from latte.ops.states import LatteState, WindowState
 from latte.ops.torch import causal as causal_mixture
 from latte.ops.torch import whole as whole_mixture
@@ -44,30 +46,13 @@ def attend(
     return y, LatteState(log_norm, mean)
 
 
-@torch.library.custom_op("latte::mixture_forward", mutates_args=())
-def mixture_forward(
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    window_q: Tensor | None,
-    window_k: Tensor | None,
-    mask: Tensor | None,
-    log_norm: Tensor | None,
-    mean: Tensor | None,
-    past_keys: Tensor | None,
-    past_values: Tensor | None,
-    past_valid: Tensor | None,
-    cu_seqlens: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    undirected: bool,
-    causal: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "latte::mixture_forward", mutates_args=(), schema=f"({MIXTURE}, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+)
+def mixture_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """y, log_norm, mean of the causal mixture; without latents the state is empty."""
-    inputs = Inputs(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid)
-    options = Options(window, scale, softcap, undirected, causal, dtype)
+    inputs, cu_seqlens, options = _unpack(arguments)
+    v, dtype = inputs.v, options.dtype
     with torch.autocast(v.device.type, enabled=False):
         if cu_seqlens is None:
             return _mixture(inputs, options).forward(inputs, options)
@@ -81,38 +66,19 @@ def mixture_forward(
 
 
 @mixture_forward.register_fake
-def _(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options):
-    inputs = Inputs(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid)
-    return _empty_outputs(inputs, cu_seqlens, options[-1])
+def _(*arguments):
+    inputs, cu_seqlens, options = _unpack(arguments)
+    return _empty_outputs(inputs, cu_seqlens, options.dtype)
 
 
-@torch.library.custom_op("latte::mixture_backward", mutates_args=())
-def mixture_backward(
-    dy: Tensor,
-    dlog_norm: Tensor | None,
-    dmean: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    window_q: Tensor | None,
-    window_k: Tensor | None,
-    mask: Tensor | None,
-    log_norm: Tensor | None,
-    mean: Tensor | None,
-    past_keys: Tensor | None,
-    past_values: Tensor | None,
-    past_valid: Tensor | None,
-    cu_seqlens: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    undirected: bool,
-    causal: bool,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "latte::mixture_backward", mutates_args=(),
+    schema=f"(Tensor dy, Tensor? dlog_norm, Tensor? dmean, {MIXTURE}, ScalarType dtype) -> Tensor[]",
+)  # fmt: skip
+def mixture_backward(dy: Tensor, dlog_norm: Tensor | None, dmean: Tensor | None, *arguments: Any) -> list[Tensor]:
     """Gradients of DIFFERENTIABLE; an empty tensor stands for an absent input's."""
-    inputs = Inputs(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid)
-    options = Options(window, scale, softcap, undirected, causal, dtype)
+    inputs, cu_seqlens, options = _unpack(arguments)
+    v = inputs.v
     with torch.autocast(v.device.type, enabled=False):
         if cu_seqlens is None:
             grads = _mixture(inputs, options).backward(inputs, options, dy, dlog_norm, dmean)
@@ -132,15 +98,20 @@ def mixture_backward(
 
 
 @mixture_backward.register_fake
-def _(dy, dlog_norm, dmean, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, *_):
-    inputs = Inputs(q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid)
-    return _empty_gradients(inputs)
+def _(dy, dlog_norm, dmean, *arguments):
+    return _empty_gradients(_unpack(arguments)[0])
+
+
+def _unpack(arguments: tuple[Any, ...]) -> tuple[Inputs, Tensor | None, Options]:
+    """The arguments of MIXTURE and the dtype, as what they are."""
+    tensors = len(TENSORS)
+    return Inputs(*arguments[:tensors]), arguments[tensors], Options(*arguments[tensors + 1 :])
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, window, scale, softcap, undirected, causal, dtype = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.options = (window, scale, softcap, undirected, causal, dtype)
+    tensors = len(TENSORS) + 1  # and cu_seqlens
+    ctx.save_for_backward(*inputs[:tensors])
+    ctx.options = inputs[tensors:]
 
 
 def _gradients(ctx, dy, dlog_norm, dmean):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.arguments import DIFFERENTIABLE, TENSORS
+from latte.ops.arguments import DIFFERENTIABLE, MIXTURE, TENSORS
 from latte.ops.checks import check_bounds
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
@@ -21,6 +21,7 @@ from latte.ops.triton.replay import Cookbook, Recipe, sign
 from latte.ops.triton.states import KEPT as KEPT_STATES
 from latte.ops.triton.states import kept_shapes, kept_states, states_to_keep, tile_states
 
+OPERANDS = len(TENSORS) + 1  # and cu_seqlens
 MAX_WIDTH = 256
 MAX_LATENTS = 256
 
@@ -160,7 +161,7 @@ class Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tail, *arguments):
-        tensors, options = arguments[:12], arguments[12:]
+        tensors, options = arguments[:OPERANDS], arguments[OPERANDS:]
         inputs = (*tensors, *(() if tail is None else tail))
 
         def call() -> tuple[list[Tensor], list[Tensor]]:
@@ -177,14 +178,16 @@ class Mixture(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         saved = ctx.saved_tensors
-        found, _ = _turn_back(ctx.recipe, ctx.options, gradients, saved[:2], saved[14:], saved[2:14])
+        found, _ = _turn_back(
+            ctx.recipe, ctx.options, gradients, saved[:2], saved[2 + OPERANDS :], saved[2 : 2 + OPERANDS]
+        )
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
         return (None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
 
 
 def _turn_back(
-    forward: Recipe | None, options: tuple, gradients: Sequence[Any], last: tuple, kept: tuple,
-    tensors: tuple,
+    forward: Recipe | None, options: tuple, gradients: Sequence[Any], last: Sequence[Any], kept: Sequence[Any],
+    tensors: Sequence[Any],
 ) -> tuple[list[Tensor | None], Recipe | None]:  # fmt: skip
     """Gradients of DIFFERENTIABLE after an eager call, and the recording they come from, if there is one.
 
@@ -244,7 +247,7 @@ def remember_call(
     remember(signature, ready if needs_gradients(tensors) else ready_without_gradients)
 
 
-def spread_out(results: list[Tensor], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def spread_out(results: list[Tensor], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """A plain call's gradients in the order of DIFFERENTIABLE: every tensor that is given has one."""
     found = iter(results)
     return [None if x is None else next(found) for x in (*tensors[:5], *tensors[6:10])]
@@ -260,29 +263,10 @@ def _output_shape(q, k, v, window_q) -> tuple[int, ...]:
     return (*(q if q is not None else window_q).shape[:3], v.shape[3])
 
 
-@torch.library.custom_op("latte::mixture_triton_forward", mutates_args=())
-def mixture_forward(
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    window_q: Tensor | None,
-    window_k: Tensor | None,
-    mask: Tensor | None,
-    log_norm: Tensor | None,
-    mean: Tensor | None,
-    past_keys: Tensor | None,
-    past_values: Tensor | None,
-    past_valid: Tensor | None,
-    cu_seqlens: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    undirected: bool,
-    causal: bool,
-) -> list[Tensor]:
+@torch.library.custom_op("latte::mixture_triton_forward", mutates_args=(), schema=f"({MIXTURE}) -> Tensor[]")
+def mixture_forward(*arguments: Any) -> list[Tensor]:
     """y, the state after (log_norm, mean) and what backward keeps."""
-    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
-    return mixture_results(tensors, (window, scale, softcap, undirected, causal))
+    return mixture_results(arguments[:OPERANDS], arguments[OPERANDS:])
 
 
 def mixture_results(tensors: tuple[Tensor | None, ...], options: tuple) -> list[Tensor]:
@@ -295,10 +279,9 @@ def mixture_results(tensors: tuple[Tensor | None, ...], options: tuple) -> list[
 
 
 @mixture_forward.register_fake
-def fake_results(
-    q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens, *options
-):
-    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
+def fake_results(*arguments):
+    tensors, options = arguments[:OPERANDS], arguments[OPERANDS:]
+    q, k, v, window_q, *_ = tensors
     call = Call(_inputs(*tensors), Options(*options))
     tiles, form = call.tiles, call.form
     y = call.empty(*_output_shape(q, k, v, window_q), dtype=v.dtype)
@@ -309,33 +292,15 @@ def fake_results(
     return [y, last, last_mean, *(call.empty(*shape, dtype=dtype) for shape, dtype in shapes), lse]
 
 
-@torch.library.custom_op("latte::mixture_triton_backward", mutates_args=())
+@torch.library.custom_op(
+    "latte::mixture_triton_backward", mutates_args=(),
+    schema=f"(Tensor dy, Tensor? dlog_norm, Tensor? dmean, Tensor[] kept, {MIXTURE}) -> Tensor[]",
+)  # fmt: skip
 def mixture_backward(
-    dy: Tensor,
-    dlog_norm: Tensor | None,
-    dmean: Tensor | None,
-    kept: list[Tensor],
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    window_q: Tensor | None,
-    window_k: Tensor | None,
-    mask: Tensor | None,
-    log_norm: Tensor | None,
-    mean: Tensor | None,
-    past_keys: Tensor | None,
-    past_values: Tensor | None,
-    past_valid: Tensor | None,
-    cu_seqlens: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    undirected: bool,
-    causal: bool,
+    dy: Tensor, dlog_norm: Tensor | None, dmean: Tensor | None, kept: list[Tensor], *arguments: Any
 ) -> list[Tensor]:
     """Gradients of DIFFERENTIABLE; an empty tensor stands for an absent input's."""
-    tensors = (q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, past_valid, cu_seqlens)
-    options = (window, scale, softcap, undirected, causal)
+    tensors, options = arguments[:OPERANDS], arguments[OPERANDS:]
     inputs = (dy, *kept, *tensors)
 
     def call() -> list[Tensor | None]:
@@ -346,7 +311,7 @@ def mixture_backward(
         grads = spread_out(found, tensors)
     else:
         grads = call()
-    return [v.new_empty(0) if grad is None else grad for grad in grads]
+    return [dy.new_empty(0) if grad is None else grad for grad in grads]
 
 
 def fill_gradients(
@@ -366,15 +331,15 @@ def fill_gradients(
 
 
 @mixture_backward.register_fake
-def _(dy, dlog_norm, dmean, kept, q, k, v, window_q, window_k, mask, log_norm, mean, past_keys, past_values, *_):
-    given = (q, k, v, window_q, window_k, log_norm, mean, past_keys, past_values)
-    return [v.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+def _(dy, dlog_norm, dmean, kept, *arguments):
+    given = dict(zip(TENSORS, arguments, strict=False))
+    return [dy.new_empty(0) if (x := given[name]) is None else x.new_empty(x.shape) for name in DIFFERENTIABLE]
 
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # a state that nobody uses costs nothing
-    ctx.save_for_backward(*output[1:], *inputs[:12])
-    ctx.options = inputs[12:]
+    ctx.save_for_backward(*output[1:], *inputs[:OPERANDS])
+    ctx.options = inputs[OPERANDS:]
 
 
 def _gradients(ctx, grads):

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from latte.ops.states import WindowState
 from latte.ops.triton.attention_call import LANES, SIZES, Call
-from latte.ops.triton.kernels.backward import key_grad_kernel, query_grad_kernel
 from latte.ops.triton.kernels.carries import carry_finish_kernel, carry_scan_kernel, carry_walk_kernel
 from latte.ops.triton.kernels.forward import output_kernel
+from latte.ops.triton.kernels.key_gradients import key_grad_kernel
+from latte.ops.triton.kernels.query_gradients import query_grad_kernel
 from latte.ops.triton.plan import aligned, pick
 from latte.ops.triton.replay import empty
 from latte.ops.triton.rotary import row_stride
