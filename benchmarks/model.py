@@ -2,7 +2,7 @@
 
 python benchmarks/model.py [--device cpu|cuda] [--model PRESET] [--peer PRESET] [--contexts 1K,16K,64K] [--tokens 32K]
                            [--parts training,forward,figure] [--shapes 2.6B,400M] [--compile layers|model|none]
-                           [--peers] [--seconds S] [--quick] [--json] [--output FILE]
+                           [--peers] [--one-operation] [--seconds S] [--quick] [--json] [--output FILE]
 """
 
 import argparse
@@ -66,6 +66,10 @@ def parser() -> program.Parser:
     made.add_argument(
         "--peers", action="store_true", help="also the transformer with cuDNN's attention, and Transformers' Llama"
     )
+    made.add_argument(
+        "--one-operation", action="store_true",
+        help="train ours also with projections and attention as one operation, which is off by default (cuda)",
+    )  # fmt: skip
     return made
 
 
@@ -95,6 +99,8 @@ def measure(run: program.Run) -> None:
     options.contexts = sorted(set(options.contexts))
     if "figure" in options.parts and options.device == "cpu" and not options.quick:
         raise ValueError("--parts figure: its models of up to 2.6B parameters need a GPU; use --device cuda or --quick")
+    if options.one_operation and options.device == "cpu":
+        raise ValueError("--one-operation: it is of GPU kernels; use --device cuda")
     from benchmarks import model_suite
 
     model_suite.measure(run)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.models import CUDNN, FLASH, Entry, LlamaEntry, Model, parameters, random_tokens
+from benchmarks.models import CUDNN, FLASH, Entry, LlamaEntry, Model, OneOperationEntry, parameters, random_tokens
 from benchmarks.program import Run
 from benchmarks.rows import Cell, Row, Target, judged_row
 from benchmarks.timing import interleave, reason, step_times
@@ -66,7 +66,9 @@ class Plan:
 
     def cases(self) -> dict[Case, None]:
         """What is judged first, then the rest, then second opinions: what comes last may find no time."""
-        return dict.fromkeys(itertools.chain(self._judged(), self._rest(), self._second_opinions()))
+        return dict.fromkeys(
+            itertools.chain(self._judged(), self._one_operation(), self._rest(), self._second_opinions())
+        )
 
     def compared(self) -> Iterator[tuple[str, Entry, Entry]]:
         """Ours and the transformer of every table."""
@@ -83,6 +85,12 @@ class Plan:
             for context in self.options.contexts:
                 if self.goal(table, ours, context) is not None:
                     yield from (Case(table, entry, context) for entry in (ours, peer))
+
+    def _one_operation(self) -> Iterator[Case]:
+        name = self.options.model
+        if self.options.one_operation and TRAINING in self.tables:
+            entry = OneOperationEntry(f"{name}, one operation", preset=name)
+            yield from (Case(TRAINING, entry, context) for context in self.options.contexts)
 
     def _rest(self) -> Iterator[Case]:
         for table in sorted(self.tables, key=(FIGURE, TRAINING, FORWARD).index):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from latte.layers import LatteAttention
 from latte.models import LatteConfig, LatteForCausalLM
 
 Model = Any  # one of Transformers', whose types say little
@@ -47,6 +48,18 @@ class Entry:
             return
         with sdpa_kernel(KERNELS[self.by]):
             yield
+
+
+@dataclass(frozen=True)
+class OneOperationEntry(Entry):
+    """Ours with projections and attention as one operation, which is off by default."""
+
+    def build(self, device: str, dtype: torch.dtype) -> Model:
+        model = super().build(device, dtype)
+        for module in model.modules():
+            if isinstance(module, LatteAttention):
+                module.one_operation = True
+        return model
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def test_the_transformers_have_the_same_size():
 
 def options(**changes) -> Namespace:
     usual = bench.load_benchmark("model").USUAL["cuda"]
-    return Namespace(**(usual | {"device": "cuda", "quick": False, "peers": True} | changes))
+    return Namespace(**(usual | {"device": "cuda", "quick": False, "peers": True, "one_operation": False} | changes))
 
 
 def test_what_is_judged_is_measured_first():
@@ -190,6 +190,23 @@ def test_what_is_judged_is_measured_first():
           for name in ("Latte-R-SWA++ 2.6B", "Transformer++ 2.6B")),
     ]  # fmt: skip
     assert [case.entry.name for case in cases[-2:]] == ["transformer++", "Llama by Transformers"]
+
+
+def test_one_operation_is_a_contender():
+    plan = model_suite.Plan(
+        options(model="macchiato-tiny", contexts=[64, 1024], parts=["training"], one_operation=True)
+    )
+    cases = list(plan.cases())
+    names = [(case.entry.name, case.context) for case in cases if "one operation" in case.entry.name]
+    assert names == [("macchiato-tiny, one operation", 64), ("macchiato-tiny, one operation", 1024)]
+    entry = next(case.entry for case in cases if "one operation" in case.entry.name)
+    for built, expected in ((entry.build("cpu", torch.float32), True), (OURS.build("cpu", torch.float32), False)):
+        assert [layer.attention.one_operation for layer in built.model.layers] == [expected] * len(built.model.layers)
+
+
+def test_one_operation_needs_a_gpu(capsys):
+    assert bench.load_benchmark("model").main(["--quick", "--one-operation"]) == program.BAD_INPUT
+    assert "--one-operation: it is of GPU kernels" in capsys.readouterr().err
 
 
 def test_targets_of_models():
