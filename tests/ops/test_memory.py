@@ -20,7 +20,7 @@ class Memory(NamedTuple):
 
 def measure(function: Callable[[], object]) -> Memory:
     """Every allocation and release of `function`, by PyTorch's own record of them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         function()
     assert record.profiler is not None
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
