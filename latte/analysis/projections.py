@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from latte.analysis.finite import not_finite_because
 from latte.analysis.usage import latent_layers
 from latte.layers import CrossAttention, LatteAttention
 from latte.layers.rotary import apply_rotary, rotary
@@ -103,9 +104,23 @@ def read_pieces(
             part = tokens[None, start : start + chunk]
             output = core(input_ids=part, past_key_values=cache, use_cache=True) if causal else core(input_ids=part)
             cache = output.past_key_values if causal else None
-            yield Piece(start, recorder.take(start))
+            piece = Piece(start, recorder.take(start))
+            _check_finite(model, piece)
+            yield piece
             if progress is not None:
                 progress(min(start + chunk, total), total)
+
+
+def _check_finite(model: nn.Module, piece: Piece) -> None:
+    """Raise ValueError for numbers of which no measure can be taken."""
+    for name, projected in piece.layers.items():
+        for word, x in zip(Projected._fields, projected, strict=True):
+            if x is not None and not (fine := x.isfinite().flatten(1).all(dim=1)).all():
+                token = piece.start + int(fine.logical_not().nonzero()[0])
+                raise ValueError(
+                    f"{name}: its {word} of token {token} is not finite, so that there is nothing to measure: "
+                    f"{not_finite_because(model)}"
+                )
 
 
 class _Recorder:

@@ -17,6 +17,7 @@ import typer
 from torch import Tensor
 
 import latte
+from latte.analysis.finite import not_finite_because
 from latte.cli import generation
 from latte.cli.evaluate import Settings
 from latte.tasks import evaluation as measures
@@ -24,7 +25,7 @@ from latte.tasks.evaluation.blimp import Pair
 from latte.tasks.evaluation.harness import require_harness
 from latte.tasks.evaluation.perplexity import perplexity_ratio
 from latte.tasks.evaluation.plot import check_plot, plot_perplexity
-from latte.tasks.evaluation.scoring import text_config
+from latte.tasks.evaluation.scoring import PROBE, text_config
 
 __all__ = ["Measured", "check_plot", "document", "draw", "names", "ratios", "run"]
 
@@ -89,6 +90,7 @@ def measure(name: str, settings: Settings, examples: Examples) -> Measured:
     encoder = measures.Encoder(loaded.tokenizer, settings.bos)
     scorer = measures.Scorer(loaded.model, settings.chunk)
     measured = Measured(name, facts_of(loaded, encoder, scorer))
+    warn_of_losses(name, scorer)
     measured.seconds["load"] = time.perf_counter() - start
     with_scorer = Measuring(measured, scorer, encoder, settings)
     if settings.text:
@@ -105,6 +107,13 @@ def measure(name: str, settings: Settings, examples: Examples) -> Measured:
     del loaded, scorer, with_scorer
     release()
     return measured
+
+
+def warn_of_losses(name: str, scorer: measures.Scorer) -> None:
+    """Say so before anything is measured if losses are not finite: an accuracy of NaN looks like any other."""
+    tokens = torch.arange(PROBE, device=scorer.device)[None] % scorer.vocabulary
+    if not scorer.losses(tokens).isfinite().all():
+        note(f"warning: {name}: losses are not finite, and measures say nothing: {not_finite_because(scorer.model)}")
 
 
 def release() -> None:
@@ -167,6 +176,10 @@ class Measuring:
                 buckets=options.buckets, spacing=options.spacing, batch_tokens=options.batch_tokens,
                 progress=show_progress,
             )  # fmt: skip
+        lost = [f"{r.length:,}" for r in self.measured.perplexity.lengths if not math.isfinite(r.loss.value)]
+        if lost:
+            why = not_finite_because(self.scorer.model)
+            note(f"warning: {self.measured.name}: the loss at {', '.join(lost)} is not finite: {why}")
 
     def read_texts(self) -> list[Tensor]:
         options = self.settings

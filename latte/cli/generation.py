@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from latte.analysis.finite import not_finite_because
 from latte.models import PRESETS, LatteConfig, LatteForCausalLM
 from latte.models.cache import cache_bytes
 from latte.models.loading import load_config, load_model
@@ -51,6 +52,21 @@ class OnlyBytes(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         scores[:, BYTES:] = -torch.inf
+        return scores
+
+
+class OnlyNumbers(LogitsProcessor):
+    """Raises ValueError for scores by which no token can be chosen."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if not (scores < torch.inf).all():  # tokens that are left out have -inf
+            raise ValueError(
+                f"the logits after {input_ids.shape[1]} tokens are not finite, so that no token can be chosen: "
+                f"{not_finite_because(self.model)}"
+            )
         return scores
 
 
@@ -239,7 +255,7 @@ def continue_text(
     show: Callable[[str], None] | None,
 ) -> Continuation:
     writer = Writer(loaded.tokenizer, show)
-    processors = LogitsProcessorList([OnlyBytes()] if loaded.of_bytes else [])
+    processors = LogitsProcessorList([OnlyNumbers(loaded.model), *([OnlyBytes()] if loaded.of_bytes else [])])
     torch.manual_seed(seed)
     start = time.perf_counter()
     output = loaded.model.generate(

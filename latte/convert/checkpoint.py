@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from latte.convert.calibration import calibrate
-from latte.convert.folder import check_free, check_space, whole_folder
+from latte.convert.folder import check_free, check_space, remove_leftovers, whole_folder
 from latte.convert.latents import new_parameters
 from latte.convert.model import convert
 from latte.convert.settings import conversion_config
@@ -89,6 +89,7 @@ def convert_checkpoint(
     if low_memory and calibration is not None:
         raise ValueError("--calibrate runs the whole source, which --low-memory never holds; leave one of them out")
     check_free(out, source.folder, overwrite)
+    remove_leftovers(out)
     job = Job(source, out, settings, dtype, shard, seed, calibration, note)
     spared = low_memory or source.gguf_file is not None or calibration is not None  # as far as that can be
     with failures_explained(spared), torch.random.fork_rng(devices=[]):

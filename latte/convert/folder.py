@@ -1,10 +1,13 @@
 """Writing a folder as a whole: it is there, complete, or it is not."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+PARTIAL = "partial"
 
 
 def check_free(out: Path, source: Path, overwrite: bool) -> None:
@@ -31,11 +34,32 @@ def check_space(out: Path, size: int) -> None:
         raise ValueError(f"OUT {out}: the model takes {size / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left")
 
 
+def remove_leftovers(out: Path) -> None:
+    """Remove what processes that were killed, and are gone, had written of `out`."""
+    name = re.compile(re.escape(f".{out.name}.{PARTIAL}-") + r"([1-9]\d*)")
+    place = out.absolute().parent
+    for path in list(place.iterdir()) if place.is_dir() else []:
+        match = name.fullmatch(path.name)
+        if match is not None and not path.is_symlink() and not _is_running(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    """Whether it is another process that there is now; a container may give all of them the same number."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return process != os.getpid()
+
+
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
     """A new folder beside `out`, which takes its name when the body is done and is removed when it fails."""
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial, former = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in ("partial", "former"))
+    partial, former = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in (PARTIAL, "former"))
     partial.mkdir()
     try:
         yield partial

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from latte.convert.gguf import check_architecture
 from latte.models.families import check_model_type
-from latte.models.loading import INDEX, check_whole, load_config, quiet, read_weight_map
+from latte.models.loading import INDEX, check_whole, listed, load_config, quiet, read_weight_map
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 BESIDE = (  # files that go with the weights unchanged: the tokenizer's, its chat template, the licence
@@ -21,6 +21,7 @@ BESIDE = (  # files that go with the weights unchanged: the tokenizer's, its cha
     "sentencepiece*", "chat_template*", "additional_chat_templates/*", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # which old checkpoints hold
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # Transformers' and GGUF's words
 
 
@@ -57,6 +58,7 @@ class Source:
             )
         model, loading = loaded
         check_whole(loading, f"SOURCE {self.name}")
+        check_placed(loading["unexpected_keys"], f"SOURCE {self.name}")
         return model
 
     def tokenizer(self) -> Any:
@@ -90,6 +92,15 @@ class Source:
         if metadata.get("tokenizer.ggml.add_bos_token"):
             tokenizer.add_bos_token = True
         return tokenizer
+
+
+def check_placed(strangers: Iterable[str], whose: str) -> None:
+    """Raise ValueError for tensors for which config.json has no place: all weights are kept, or none are converted."""
+    if strangers := sorted(name for name in strangers if not name.endswith(NOT_WEIGHTS)):
+        raise ValueError(
+            f"{whose}: config.json has no place for its {listed(strangers)}; weights and config.json are of different "
+            "models, copy both again, or leave these tensors out"
+        )
 
 
 def find_source(name: str, gguf_file: str | None, note: Callable[[str], None]) -> Source:

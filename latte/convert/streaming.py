@@ -14,12 +14,12 @@ from transformers import GenerationConfig
 
 from latte.convert.latents import begin_latents, new_parameters
 from latte.convert.model import empty_model
+from latte.convert.source import check_placed
 from latte.models import LatteConvertedConfig
 from latte.models.families import find_family
 from latte.models.loading import INDEX, read_weight_map
 
 WHOLE = "model.safetensors"
-NOT_WEIGHTS = "rotary_emb.inv_freq"  # which old checkpoints hold
 
 
 class StoredWeights:
@@ -63,9 +63,11 @@ class StreamedConversion:
         self.tensors = self.model.state_dict()
         if config.tie_word_embeddings:
             del self.tensors["lm_head.weight"]
-        strangers = [name for name in self.stored.files if name not in self.model.state_dict()]
-        if strangers := [name for name in strangers if not name.endswith(NOT_WEIGHTS)]:
-            raise ValueError(f"the source has a tensor {strangers[0]} of unknown use; convert without --low-memory")
+        strangers = self.stored.files.keys() - self.model.state_dict().keys()
+        if strangers and self.tensors.keys() - self.new - self.stored.files.keys():
+            other = min(strangers)
+            raise ValueError(f"{folder} has other names, such as {other}, than --low-memory knows; leave it out")
+        check_placed(strangers, str(folder))
         self._latents: dict[str, Tensor] = {}
 
     @property

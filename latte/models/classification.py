@@ -13,6 +13,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.configuration import LatteConfig
+from latte.models.padding import check_real
 from latte.models.pooling import ClassToken, pool
 from latte.models.unpacked import check_unpacked
 
@@ -219,4 +220,5 @@ def check_mask(name: str, mask: Tensor | None, x: Tensor) -> Tensor | None:
         raise ValueError(
             f"{name} has shape {list(mask.shape)}; it must be {list(x.shape[:2])}, 1 at real tokens and 0 at padding"
         )
+    check_real(name, mask)
     return mask.bool()

@@ -198,6 +198,7 @@ class LatteConfig(PreTrainedConfig):
         check_choice("positions", self.positions, POSITIONS)
         check_choice("pooling", self.pooling, POOLINGS)
         self._check_inputs()
+        self._check_tokens()
         if self.activation is not None:
             check_choice("activation", self.activation, ACTIVATIONS)
         if self.positions == "learned" and self.max_position_embeddings is None:
@@ -219,6 +220,13 @@ class LatteConfig(PreTrainedConfig):
             raise ValueError(
                 f'input_size is {self.input_size} and input_kind "tokens", of which there are vocab_size; leave it None'
             )
+
+    def _check_tokens(self) -> None:
+        """Those that are looked up among the embeddings."""
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            token = getattr(self, name)
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name} is {token}; it must be 0 to {self.vocab_size - 1}, below vocab_size, or None")
 
     def _check_rope(self) -> None:
         given = getattr(self, "rope_parameters", None) or {}

@@ -69,10 +69,26 @@ def _mask(attention_mask: Tensor | None, embeds: Tensor, cached: bool) -> Tensor
             f"with 1 at real tokens and 0 at padding; {embeds.shape[1]} are given, and "
             f"{'more are in the cache' if cached else 'there is no cache'}"
         )
+    check_real("attention_mask", attention_mask)
     mask = attention_mask[:, attention_mask.shape[1] - embeds.shape[1] :].bool()
     if not is_compiling() and mask.all():
         return None
     return mask
+
+
+def check_real(name: str, mask: Tensor) -> None:
+    """Raise ValueError for a mask that is added to scores, whose 0 is a real token."""
+    if not mask.is_floating_point():  # not looked at, which would make the host wait
+        return
+    plain = (mask >= 0).all()
+    message = (
+        f"{name} holds negative numbers or NaN, as masks do that are added to scores; "
+        "it must be 1 at real tokens and 0 at padding"
+    )
+    if is_compiling():
+        torch._assert_async(plain, message)  # pyright: ignore[reportPrivateImportUsage]
+    elif not plain:
+        raise ValueError(message)
 
 
 def _bounds(starts: Tensor) -> Tensor:

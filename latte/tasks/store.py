@@ -30,8 +30,13 @@ def fingerprint(*parts: Any) -> str:
 def cache_folder(cache: str | None) -> Path:
     """Where made data is kept: the folder named, or latte's own in the user's cache."""
     if cache is not None:
-        return Path(cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latte" / "tasks"
+        folder = Path(cache).expanduser()
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latte" / "tasks"
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"cache is {folder}: {nearest} is a file; name another folder with --cache")
+    return folder
 
 
 class ArrayWriter:

@@ -28,8 +28,8 @@ class MetricsFile:
     """A JSON object a line: `step`, `split`, what was measured, `tokens` and `seconds` so far."""
 
     def __init__(self, path: Path, after: int | None) -> None:
-        """Go on after step `after`: lines of later steps, what was measured at the end, and a line that a crash has
-        cut are removed. None begins."""
+        """Go on after step `after`: lines of later steps, what was measured at the end, and lines that are no record,
+        as one that a crash has cut, are removed. None begins."""
         if after is None:
             write_text(path, "")
         elif path.exists():
@@ -58,9 +58,10 @@ def keep_until(text: str, step: int) -> list[str]:
     for line in text.splitlines(keepends=True):
         try:
             record = json.loads(line)
-        except ValueError:
-            continue  # cut off while it was written
-        if line.endswith("\n") and record["step"] <= step and record["split"] != "test":
+            past = record["step"] <= step and record["split"] != "test"
+        except (ValueError, TypeError, KeyError):
+            continue  # cut off while it was written, or not written by a run
+        if line.endswith("\n") and past:
             kept.append(line)
     return kept
 

@@ -233,6 +233,11 @@ class Run:
         checkpoint = self.checkpoints.newest(self.display.note)
         if checkpoint is None:
             self.display.note("there is no checkpoint yet: beginning at step 0")
+        elif checkpoint.step > self.settings.steps:
+            raise ValueError(
+                f"steps is {self.settings.steps} and {self.folder} has learned for {checkpoint.step} already; "
+                f"resume with --steps {checkpoint.step} or more, or begin anew in another folder"
+            )
         else:
             self.display.note(f"going on from {checkpoint.path}")
             self._point_to_best(read_memory(checkpoint))

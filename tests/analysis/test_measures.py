@@ -222,3 +222,16 @@ def test_records_hold_all():
     assert measure(make_model("softmax"), make_tokens(T))[0].record().keys() == {
         "layer", "tokens", "heads", "latents", "window", "score_reach"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "window", "softmax"])
+def test_numbers_that_are_not_finite_are_refused(form):
+    """A token of the second piece spoils what comes after it, and is named."""
+    model, tokens = make_model(form), make_tokens(20)
+    tokens[13], tokens[:13] = 1, tokens[:13].clamp(min=2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.attention: its .* of token 13 is not finite.*embed_tokens\.weight"
+    ):
+        measure(model, tokens, chunk=8)

@@ -5,9 +5,11 @@ import os
 import sys
 
 import pytest
+import torch
 
 from latte.cli import evaluation, main
 from latte.cli.evaluate import parse_depths, parse_length
+from latte.models import LatteForCausalLM
 from latte.tasks.evaluation import Encoder, lambada, perplexity, read_passages, take_texts
 from tests.cli.test_command import error_line
 from tests.tasks.evaluation.small import byte_tokenizer, make_model
@@ -172,6 +174,29 @@ def test_what_cannot_be_at_the_end_is_said_at_the_beginning(place, tmp_path, mon
 def test_no_such_model(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "nothing"), "--speed"]) == 2
     assert "there is no such folder" in error_line(capsys)
+
+
+def test_losses_that_are_not_finite_are_told(place, tmp_path, capsys):
+    """Not with the exit code: results of a model beside it are not lost."""
+    model = LatteForCausalLM.from_pretrained(place / "macchiato")
+    broken, late = tmp_path / "broken", tmp_path / "late"
+    with torch.no_grad():
+        row = model.model.embed_tokens.weight[ord("w")].clone()
+        model.model.embed_tokens.weight[ord("w")] = torch.inf  # is not among the first tokens
+        model.save_pretrained(late)
+        model.model.embed_tokens.weight[ord("w")] = row
+        model.model.norm.weight[3] = torch.nan
+        model.save_pretrained(broken)
+    for folder in (broken, late):
+        byte_tokenizer().save_pretrained(folder)
+    text = ("--text", place / "books.jsonl", "--lengths", "64,128")
+    document, error = run(capsys, broken, *text, "--blimp", place / "blimp")
+    assert document["model"]["perplexity"]["lengths"][0]["loss"]["value"] is None
+    assert f"warning: {broken}: losses are not finite, and measures say nothing: its weight model.norm.weight" in error
+    _, error = run(capsys, late, *text)
+    assert f"warning: {late}: the loss at 64, 128 is not finite: its weight model.embed_tokens.weight" in error
+    _, error = run(capsys, place / "macchiato", *text)
+    assert "warning" not in error
 
 
 def test_without_the_harness(place, monkeypatch, capsys):

@@ -214,6 +214,24 @@ def test_a_name_that_the_hub_does_not_give(monkeypatch, capsys):
     assert "latte-r-swa++" in line
 
 
+@pytest.mark.parametrize("choice", ["--greedy", "--sample"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(torch.nan, "its weight model.norm.weight holds NaN"), (1e30, "its weights are finite, in float32")],
+)
+def test_logits_that_are_not_finite(value, words, choice, folder, tmp_path, capsys):
+    model = LatteForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight[3] = value
+        model.model.embed_tokens.weight[7] *= 1e30
+        model.model.embed_tokens.weight[8] = -model.model.embed_tokens.weight[7]  # one logit of both is +inf
+    model.save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "abc", choice]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: the logits after 3 tokens are not finite, so that no token can be chosen" in line
+    assert words in line
+
+
 def test_text_that_is_not_utf8(with_tokenizer, tmp_path, capsys):
     path = tmp_path / "bytes"
     path.write_bytes(b"\xff\xfe")

@@ -1,5 +1,6 @@
 """`latte inspect`: what goes to stdout, to stderr and to files, and what it says of bad input."""
 
+import copy
 import json
 import re
 
@@ -165,6 +166,18 @@ def test_bad_input_is_one_line_and_exit_2(arguments, words, tmp_path, monkeypatc
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("latte: error: ")
     assert all(word in line for word in words), line
+    assert not (tmp_path / "inspect.html").exists()
+
+
+def test_weights_that_are_not_finite_are_named(model, tmp_path, capsys):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.layers[0].feedforward.down.weight[3, 4] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    assert main(["inspect", str(tmp_path / "broken"), "--text", TEXT]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: model.layers.1.attention: its latent_query of token 0 is not finite" in line
+    assert "its weight model.layers.0.feedforward.down.weight holds NaN or infinity" in line
     assert not (tmp_path / "inspect.html").exists()
 
 

@@ -116,6 +116,8 @@ def test_resuming_needs_nothing_but_the_folder(tmp_path, capsys):
         (["mqar", "--set", "windw=3"], ["windw", "no such setting"]),
         (["mqar", "--set", "window=wide"], ["window", "wide"]),
         (["mqar", "--set", "dtype=wide"], ["dtype='wide'", "words of the model"]),
+        (["mqar", "--set", "pad_token_id=9999"], ["pad_token_id is 9999", "below vocab_size"]),
+        (["lm", "--tokenizer", "bpe:999999999"], ["bpe:999999999", "at most 16,777,216"]),
         (["mqar", "--set", "id2label=3"], ["id2label=3", "words of the model"]),
         (["mqar", "--resume"], ["nothing to resume", "run.json"]),
         (["mqar", "--resume", "--overwrite"], ["--resume", "--overwrite"]),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -230,6 +231,26 @@ def test_an_interrupted_folder_is_removed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_leftovers_of_killed_processes_are_removed(source, tmp_path):
+    """Those of OUT alone, and of processes that are gone."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    number = gone.pid
+    left = [f".out.partial-{number}", f".out.partial-{os.getpid()}", f".out.partial-{10**30}"]  # a container's numbers
+    others = [
+        f".out.partial-{os.getppid()}", f".out.partial-{number}.bak", f".out.partial--{number}", ".out.partial-0",
+        f".out.former-{number}", f".outs.partial-{number}", f".other.partial-{number}", f"out.partial-{number}",
+        f".out.partial-{number}x", ".out.partial-", "notes",
+    ]  # fmt: skip
+    for name in (*left, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("text")
+    (tmp_path / f".out.partial-{10**31}").symlink_to(tmp_path / "notes")
+    convert_checkpoint(str(source), tmp_path / "out", SETTINGS)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", *others, f".out.partial-{10**31}"}
+    assert all((tmp_path / name / "file").exists() for name in others)
+
+
 def test_full_disks_and_memories(tmp_path):
     with pytest.raises(ValueError, match=r"takes 1000000000\.00 GB, and the disk has"):
         check_space(tmp_path / "no" / "such" / "folder", 10**18)
@@ -258,7 +279,10 @@ def test_sizes():
             lambda folder: edit_config(folder, model_type="nonsense"),
             "'nonsense' model, which cannot be converted",
         ),
-        (lambda folder: edit_config(folder, num_hidden_layers=2), "a tensor model.layers.2.* of unknown use"),
+        (
+            lambda folder: edit_weights(folder, lambda name, x: {name.removeprefix("model."): x}),
+            "has other names, such as embed_tokens.weight, than --low-memory knows",
+        ),
     ],
 )
 def test_broken_sources(source, tmp_path, change, message):
@@ -282,6 +306,14 @@ def cut_weights(folder: Path) -> None:
         (cut_weights, "a file of the source's weights is broken"),
         (lambda folder: edit_config(folder, num_hidden_layers=4), r"no tensor model\.layers\.3\."),
         (
+            lambda folder: edit_config(folder, num_hidden_layers=2),
+            r"config\.json has no place for its model\.layers\.2\..* of different models",
+        ),
+        (
+            lambda folder: edit_weights(folder, lambda name, x: {name: x, name.replace("down", "side"): x}),
+            r"no place for its model\.layers\.0\.mlp\.side_proj\.weight, .* copy both again, or leave these",
+        ),
+        (
             lambda folder: edit_config(folder, intermediate_size=36),
             r"model\.layers\.0\.mlp\..* in the weights, .* by config.json",
         ),
@@ -300,6 +332,35 @@ def test_broken_weights(source, tmp_path, change, message, low_memory):
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(str(folder), tmp_path / "out", SETTINGS, low_memory=low_memory)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_tensors_that_are_no_weights_are_left_out(source, tmp_path, low_memory):
+    """Angles, which old checkpoints hold, and a head that is the embeddings once more."""
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder)
+
+    def edit(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        more = {"lm_head.weight": x.clone()} if name == "model.embed_tokens.weight" else {}
+        if name.endswith("q_proj.weight"):
+            more[name.replace("q_proj.weight", "rotary_emb.inv_freq")] = torch.ones(5)
+        return {name: x, **more}
+
+    edit_weights(folder, edit)
+    made = [
+        convert_checkpoint(str(path), tmp_path / f"out-{path.name}", SETTINGS, low_memory=low_memory)
+        for path in (source, folder)
+    ]
+    plain, edited = (load(Path(conversion.out)).state_dict() for conversion in made)
+    assert all(torch.equal(x, edited[name]) for name, x in plain.items())
+
+
+def edit_weights(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    weights = {}
+    for name, x in load_file(path).items():
+        weights |= {name: x.clone() for name, x in change(name, x).items()}
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, **settings) -> None:

@@ -31,6 +31,22 @@ def test_steps_are_a_stream(form, mask):
     assert addresses == [tensor.data_ptr() for tensor in flat(mine)]
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "linear" and not form.startswith("full")])
+@pytest.mark.parametrize("before", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("after", [torch.float32, torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_steps_from_a_state_of_another_dtype(form, before, after):
+    """As a stream takes it; the state in place keeps its dtype."""
+    x = make_inputs(16)
+    _, state = make_layer(form).to(before).stream(x[:, :13].to(before))
+    mine, layer, x = copied(state), make_layer(form).to(after), x.to(after)
+    precise = torch.bfloat16 not in (before, after)
+    for t in range(13, 16):
+        expected, state = layer.stream(x[:, t : t + 1], state)
+        y = layer.step_(x[:, t : t + 1], mine)
+        assert_close(y, expected, **({"rtol": 1e-4, "atol": 1e-4} if precise else {"rtol": 0.05, "atol": 0.05}))
+
+
 @torch.no_grad()
 def test_full_and_bidirectional_attention_have_no_step():
     for layer in (make_layer("full"), make_layer("latte", causal=False), make_layer("linear")):

@@ -269,6 +269,11 @@ CONTINUOUS = {"input_kind": "continuous", "input_size": 3}
         (CONTINUOUS, {"input_values": VALUES[..., :2]}, r"input_values has shape \[3, 17, 2\].*must be \[B, T, 3\]"),
         ({"input_kind": "pixels"}, {"pixel_values": VALUES}, "pixel_values has dtype torch.float32"),
         ({}, {"input_ids": IDS, "attention_mask": IDS[:, 1:]}, r"attention_mask has shape \[3, 16\].*be \[3, 17\]"),
+        (
+            {},
+            {"input_ids": IDS, "attention_mask": -1.0 * IDS},
+            "attention_mask holds negative.*1 at real tokens",
+        ),
         ({}, {"input_ids": IDS, "seq_idx": IDS}, "seq_idx is given; this model takes one sequence per row"),
         ({"pooling": "cls"}, {"input_ids": IDS, "position_ids": IDS}, 'position_ids are given and pooling is "cls"'),
     ],

@@ -107,6 +107,13 @@ def test_saved_settings_come_back(tmp_path):
         ({"window": 5, "window_head_dim": 3}, "queries and keys are 3 wide"),
         ({"window": 5, "softcap": 0.0}, "softcap is 0.0; it must be positive"),
         ({"logits_softcap": 0.0}, "logits_softcap is 0.0; it must be positive and finite, or None for no cap"),
+        (
+            {"pad_token_id": 9999, "vocab_size": 100},
+            "pad_token_id is 9999; it must be 0 to 99, below vocab_size",
+        ),
+        ({"pad_token_id": 256, "input_kind": "pixels"}, "pad_token_id is 256; it must be 0 to 255"),
+        ({"pad_token_id": -1}, "pad_token_id is -1; it must be 0 to 50256"),
+        ({"decoder_start_token_id": 50_257}, "decoder_start_token_id is 50257; it must be 0 to 50256"),
         ({"logits_softcap": -30.0}, "logits_softcap is -30.0"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},

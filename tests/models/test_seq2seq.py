@@ -345,6 +345,9 @@ def test_wrong_inputs():
         model(ids)
     with pytest.raises(ValueError, match="input_ids and inputs_embeds: give exactly one"):
         model(decoder_input_ids=ids)
+    for name in ("attention_mask", "decoder_attention_mask"):
+        with pytest.raises(ValueError, match="attention_mask holds negative numbers"):
+            model(ids, decoder_input_ids=ids, **{name: -torch.ones(ids.shape)})
     with pytest.raises(ValueError, match="past_key_values is DynamicCache; it must be an EncoderDecoderCache"):
         model(ids, decoder_input_ids=ids, past_key_values=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match="past_key_values has 1 layers and the model 2"):

@@ -150,6 +150,21 @@ def test_a_mask_of_scores_is_refused():
         model(make_tokens(1, 5), attention_mask=torch.zeros(1, 1, 5, 5))
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 3\]"):
         model(make_tokens(1, 5), attention_mask=torch.ones(1, 3))
+    added = torch.tensor([[-torch.inf, -torch.inf, 0, 0, 0]])
+    for mask in (added, added.clamp(min=-1e4).bfloat16(), added * torch.nan):
+        with pytest.raises(ValueError, match=r"attention_mask holds negative.* it must be 1 at real tokens and 0 at"):
+            model(make_tokens(1, 5), attention_mask=mask)
+    cache = model(make_tokens(1, 4)).past_key_values
+    with pytest.raises(ValueError, match="attention_mask holds negative"):
+        model(make_tokens(1, 1), attention_mask=added, past_key_values=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float32])
+def test_masks_of_any_dtype(dtype):
+    model, tokens = make_model("macchiato"), make_tokens(1, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    given = model(tokens, attention_mask=mask.to(dtype)).logits
+    assert torch.equal(given, model(tokens, attention_mask=mask).logits)
 
 
 def test_a_mask_of_a_past_that_is_not_given_is_refused():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from latte.tasks.generation import block_generator, distinct
-from latte.tasks.store import ArrayWriter, StoreWriter, fingerprint, open_store, stored
+from latte.tasks.store import ArrayWriter, StoreWriter, cache_folder, fingerprint, open_store, stored
 from latte.tasks.workers import map_blocks
 
 
@@ -28,6 +28,19 @@ def test_arrays_come_back_mapped(tmp_path):
     assert arrays["pixels"].shape == (10, 3, 7)
     assert isinstance(arrays["rows"], np.memmap)
     assert len(list(tmp_path.iterdir())) == 1  # nothing else is left
+
+
+@pytest.mark.parametrize("inside", ["", "in/it"])
+def test_a_cache_that_is_a_file(inside, tmp_path, monkeypatch):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"cache is .*notes\.txt.*: .*notes\.txt is a file; .* --cache"):
+        stored(str(file / inside), "numbers", {}, write_numbers)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(NotADirectoryError, match=r"notes\.txt/latte/tasks: .*notes\.txt is a file"):
+        cache_folder(None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    assert cache_folder(None) == tmp_path / "new" / "latte" / "tasks"
 
 
 def test_made_once_for_each_description(tmp_path):

@@ -39,6 +39,16 @@ def test_a_line_that_a_crash_has_cut(tmp_path):
     assert read_steps(path) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("line", ["[1]", "1", "null", '"step"', "{}", '{"step": 1}', '{"step": "1", "split": "train"}'])
+def test_a_line_that_is_no_record(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, None, 1, 2)
+    with path.open("a") as file:
+        file.write(line + "\n")
+    write(path, 5, 3)
+    assert read_steps(path) == [1, 2, 3]
+
+
 def test_the_end_is_measured_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "split": "train"}\n{"step": 3, "split": "test"}\n')

@@ -1,6 +1,7 @@
 """Whole runs: what they compute, what they leave behind, and what they refuse."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +209,18 @@ def test_more_steps(tmp_path):
     assert {step: tiny.losses(output)[step] for step in before} == before
     again = run(tiny.task(), tiny.settings(output, steps=9), resume=True)  # nothing is left to do
     assert (again.step, again.test) == (9, result.test)
+
+
+def test_fewer_steps_than_there_are(tmp_path):
+    """A finished run is not made shorter, one that has not come so far is; nothing is changed by asking."""
+    output = tmp_path / "run"
+    run(tiny.task(), tiny.settings(output, steps=6))
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"steps is 5 and .*run has learned for 6 already; resume with --steps 6 or"):
+        run(tiny.task(), tiny.settings(output, steps=5), resume=True)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    shutil.rmtree(output / "checkpoints" / "step-00000006")
+    assert run(tiny.task(), tiny.settings(output, steps=5), resume=True).step == 5
 
 
 def test_a_damaged_checkpoint(tmp_path, undisturbed):

@@ -39,7 +39,7 @@ def mixture_step(
         advance_latents(latents, new, value.to(dtype))
         shares = torch.softmax(q[:, 0].to(dtype), dim=-1)
         own = shares if local is None else shares[..., 1:]
-        y = torch.matmul(own.unsqueeze(2), latents.mean).squeeze(2)
+        y = torch.matmul(own.unsqueeze(2), latents.mean.to(dtype)).squeeze(2)
         if local is not None:
             y = torch.addcmul(y, shares[..., :1], local)
     if y is None:

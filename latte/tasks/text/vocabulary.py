@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 END_OF_TEXT = "<|endoftext|>"
 USUAL_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 BYTES = 256
+MOST = 2**24  # entries of a BPE: room for all is taken at once, and its library ends the process where it gets none
 UNLIMITED = int(1e30)  # what Transformers takes for no limit
 
 
@@ -71,6 +72,8 @@ def bpe_size(name: str) -> int | None:
     size = int(match[1]) if match else 0
     if size <= BYTES:
         raise ValueError(f"tokenizer is {name!r}; write 'bpe:N' with N > {BYTES + 1}, such as bpe:8192")
+    if size > MOST:
+        raise ValueError(f"tokenizer is {name!r}; write 'bpe:N' with N of at most {MOST:,}, such as bpe:8192")
     return size
 
 

@@ -123,6 +123,8 @@ def load_vocabulary_of(tokenizer: PreTrainedTokenizerFast):
 def test_sizes_of_a_bpe_that_make_no_sense(name: str) -> None:
     with pytest.raises(ValueError, match="write 'bpe:N' with N > 257"):
         bpe_size(name)
+    with pytest.raises(ValueError, match="N of at most 16,777,216"):
+        bpe_size("bpe:999999999")
     assert bpe_size("gpt2") is None
     assert bpe_size("bpe:8_192") == 8192
 
