@@ -20,11 +20,8 @@ SECTIONS = {
         "On an NVIDIA H200",
         "python benchmarks/ops.py --device cuda --output benchmarks/results/h200-ops.json",
     ),
-    "cpu-host.json": (
-        "Around a call, on a CPU",
-        "python benchmarks/host.py --output benchmarks/results/cpu-host.json",
-    ),
 }
+HOST_SECTIONS = {"cpu-host.json": "Around a call, on a CPU"}
 INTRODUCTION = """\
 # Benchmarks
 
@@ -88,7 +85,8 @@ def main(results: Path = ROOT / "benchmarks" / "results", docs: Path = ROOT / "d
     plotted = plots.draw({SECTIONS[name][0]: document for name, document in found.items()}, docs / PLOT)
     drawn = {MODEL_SECTIONS[name]: document for name, document in models.items() if name not in NOT_DRAWN}
     pictures = plots.draw_models(drawn, docs)
-    text = page(found, plotted) + model_page(models, pictures)
+    host = {name: load(results / name) for name in HOST_SECTIONS if (results / name).is_file()}
+    text = page(found, plotted) + sections(host, HOST_SECTIONS) + model_page(models, pictures)
     (docs / "benchmarks.md").write_text(text, encoding="utf-8")
     kept = {name: results / name for name in experiment_docs.FILES if (results / name).is_file()}
     trained = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in kept.items()}
@@ -121,10 +119,13 @@ def model_page(found: dict[str, dict[str, Any]], pictures: dict[str, Path]) -> s
     if not found:
         return ""
     parts = ["", MODELS, *(f"![{words}]({path})\n" for words, path in pictures.items())]
-    for name, title in MODEL_SECTIONS.items():
-        if name in found:
-            parts += [f"## {title}\n", *section(found[name])]
-    return "\n".join(parts)
+    return "\n".join(parts) + sections(found, MODEL_SECTIONS)
+
+
+def sections(found: dict[str, dict[str, Any]], titles: dict[str, str]) -> str:
+    """What there is, each under its title."""
+    parts = [f"\n## {titles[name]}\n\n" + "\n".join(section(found[name])) for name in titles if name in found]
+    return "".join(parts)
 
 
 def section(document: dict[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     pipeline = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipeline.decoder = decoders.ByteLevel()
-    return wrapped(pipeline, END_OF_TEXT)
+    return wrapped(pipeline, END_OF_TEXT, split_special_tokens=True)  # in a text it is thirteen bytes like others
 
 
 def byte_letters() -> list[str]:
@@ -58,10 +58,11 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
 
 
-def wrapped(pipeline: Tokenizer, separator: str | None) -> PreTrainedTokenizerFast:
+def wrapped(pipeline: Tokenizer, separator: str | None, **options: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=pipeline, eos_token=separator, clean_up_tokenization_spaces=False, model_max_length=UNLIMITED
-    )
+        tokenizer_object=pipeline, eos_token=separator, clean_up_tokenization_spaces=False, model_max_length=UNLIMITED,
+        **options,
+    )  # fmt: skip
 
 
 def bpe_size(name: str) -> int | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -19,10 +19,17 @@ BYTES = byte_tokenizer()
 
 @settings(deadline=None)
 @given(st.text())
+@example("the end: <|endoftext|>.")
 def test_byte_tokens_are_the_bytes_of_any_text(text: str) -> None:
     tokens = BYTES(text)["input_ids"]
     assert tokens == list(text.encode())
     assert BYTES.decode(tokens) == text
+
+
+def test_a_saved_byte_tokenizer_takes_any_text(tmp_path: Path) -> None:
+    BYTES.save_pretrained(tmp_path)
+    text = "the end: <|endoftext|>."
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == list(text.encode())
 
 
 @settings(deadline=None)
