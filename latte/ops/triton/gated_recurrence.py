@@ -14,15 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
-from latte.ops.known import needs_gradients
+from latte.ops.triton import recurrence_calls
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.gated_recurrence import forward_kernel
 from latte.ops.triton.kernels.gated_recurrence_gradients import gate_grad_kernel, piece_starts_kernel
-from latte.ops.triton.known_call import remember_recurrence
 from latte.ops.triton.recurrence import Rows, mark_rows, scan_pieces
-from latte.ops.triton.replay import Cookbook, Recipe, empty, sign
+from latte.ops.triton.replay import Cookbook, empty
 from latte.ops.triton.sums import add_parts
 
 LARGEST_BLOCK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # channels, by the dtype of the products
@@ -261,47 +260,23 @@ class GatedRecurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         *tensors, kept = ctx.saved_tensors
-        (dx, matrices, vectors, dstate), _ = _turn_back(ctx.recipe, ctx.dtype, gradients, kept, tensors)
+        (dx, matrices, vectors, dstate), _ = recurrence_calls.turn_back(
+            BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, (ctx.dtype,)
+        )
         dstate = None if tensors[7] is None else dstate
         return dx, *_split(matrices, vectors, *tensors[1:6]), None, dstate, None, None, None
 
 
-def _turn_back(
-    forward: Recipe | None, dtype: torch.dtype, gradients: Sequence[Any], kept: Tensor, tensors: Sequence[Any]
-) -> tuple[list[Tensor], Recipe | None]:
-    """`_backward` of an eager call, and the recording it was replayed from, if there is one.
-
-    `kept` is the memory of the checkpoints if the call was replayed, from `forward`.
-    """
-    dy, dfinal = gradients
-    inputs = (dy, dfinal, kept, *tensors)
-
-    def call() -> list[Tensor]:
-        checkpoints = kept if forward is None else forward.views(kept)[0]
-        arguments: Any = (dy, dfinal, checkpoints, *tensors, dtype)
-        return list(_backward(*arguments))
-
-    plain = forward is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
-    return BACKWARD.follow(inputs, (dtype,), call) if plain else (call(), None)
-
-
 def remember_call(signature: tuple, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> None:
     """If a plain call was recorded, let the next like it go to its kernels at once."""
-    with_gradients, absent = needs_gradients(tensors), (None,) * (INPUTS - len(tensors))
-    recipe = FORWARD.recipes.get(sign((*tensors, *absent), (dtype, with_gradients)))
-    if recipe is None:
-        return
-
-    def turn_back(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor], Recipe | None]:
-        kept, *given = saved
-        return _turn_back(recipe, dtype, gradients, kept, (*given, *absent))
 
     def finish(found: list[Tensor], saved: Sequence[Any]) -> tuple[Tensor, ...]:
         dx, matrices, vectors, _ = found
         _, _, *weights = saved
         return dx, *_split(matrices, vectors, *weights)
 
-    remember_recurrence(signature, recipe, turn_back, finish if with_gradients else None)
+    absent = (None,) * (INPUTS - len(tensors))
+    recurrence_calls.remember_call(signature, tensors, absent, (dtype,), (FORWARD, BACKWARD), _backward, finish)
 
 
 def _plain(tensors: tuple) -> bool:

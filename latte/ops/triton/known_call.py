@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.ops.known import ALIGNED, remember
-from latte.ops.states import RGLRUOutput
+from latte.ops.known import ALIGNED
 from latte.ops.triton.replay import Recipe
 
 Tensors = Sequence[Tensor | None]
@@ -68,16 +67,3 @@ class KnownCall(torch.autograd.Function):
     def backward(ctx, *gradients):
         known, saved = ctx.known, ctx.saved_tensors
         return None, *known.finish(known.gradients(gradients, saved), saved)
-
-
-def remember_recurrence(signature: tuple, recipe: Recipe, turn_back: TurnBack, finish: Finish | None) -> None:
-    """Let the next call like one that was recorded go to its kernels at once; with `finish`, it has gradients.
-
-    It gives y and a state, and backward takes the gradients of both.
-    """
-    known = None if finish is None else Known(recipe, turn_back, finish, saved_results=slice(0), absent_are_zero=True)
-
-    def ready(given: Sequence[Any]) -> RGLRUOutput:
-        return RGLRUOutput(*(recipe.run(given)[0] if known is None else KnownCall.apply(known, *given)))
-
-    remember(signature, ready)

@@ -14,12 +14,12 @@ from torch import Tensor
 from latte.ops.checks import check_bounds
 from latte.ops.known import needs_gradients
 from latte.ops.packing import spans
+from latte.ops.triton import recurrence_calls
 from latte.ops.triton.call import launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.recurrence import output_kernel, piece_ends_kernel, scan_pieces_kernel
 from latte.ops.triton.kernels.recurrence_gradients import gradient_kernel, piece_starts_kernel
-from latte.ops.triton.known_call import remember_recurrence
-from latte.ops.triton.replay import Cookbook, Recipe, empty, sign
+from latte.ops.triton.replay import Cookbook, empty
 from latte.ops.triton.sums import add_parts
 
 ROWS = 8  # rows a warp asks for at a time, and tokens between checkpoints
@@ -221,43 +221,17 @@ class Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         *tensors, kept = ctx.saved_tensors
-        (*grads, dstate), _ = _turn_back(ctx.recipe, gradients, kept, tensors)
+        (*grads, dstate), _ = recurrence_calls.turn_back(BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, ())
         return *grads, None, None if tensors[5] is None else dstate, None, None
-
-
-def _turn_back(
-    forward: Recipe | None, gradients: Sequence[Any], kept: Tensor, tensors: Sequence[Tensor | None]
-) -> tuple[list[Tensor], Recipe | None]:
-    """`_backward` of an eager call, and the recording it was replayed from, if there is one.
-
-    `kept` is the memory of the checkpoints if the call was replayed, from `forward`.
-    """
-    dy, dfinal = gradients
-    inputs = (dy, dfinal, kept, *tensors)
-
-    def call() -> list[Tensor]:
-        checkpoints = kept if forward is None else forward.views(kept)[0]
-        return list(_backward(dy, dfinal, checkpoints, *tensors))
-
-    plain = forward is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
-    return BACKWARD.follow(inputs, (), call) if plain else (call(), None)
 
 
 def remember_call(signature: tuple, tensors: tuple[Tensor, ...]) -> None:
     """If a plain call was recorded, let the next like it go to its kernels at once."""
-    with_gradients, absent = needs_gradients(tensors), (None,) * 3
-    recipe = FORWARD.recipes.get(sign((*tensors, *absent), (with_gradients,)))
-    if recipe is None:
-        return
-
-    def turn_back(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor], Recipe | None]:
-        kept, *given = saved
-        return _turn_back(recipe, gradients, kept, (*given, *absent))
 
     def finish(found: list[Tensor], _: Sequence[Any]) -> list[Tensor]:
         return found[:-1]  # the last is that of a state, which was not given
 
-    remember_recurrence(signature, recipe, turn_back, finish if with_gradients else None)
+    recurrence_calls.remember_call(signature, tensors, (None,) * 3, (), (FORWARD, BACKWARD), _backward, finish)
 
 
 def _plain(tensors: tuple) -> bool:
