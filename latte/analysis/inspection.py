@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from latte.analysis.measures import LayerMeasures, Meters
 from latte.analysis.projections import CHUNK, LayerForm, Piece, Projected, layer_forms, read_pieces
-from latte.analysis.records import LayerRecord, Recorder, bytes_per_token
+from latte.analysis.records import DISTANCES, LayerRecord, Recorder, bytes_per_token
 from latte.analysis.rows import LayerTrace, join
 
 SHOWN = 16_384
@@ -22,7 +22,10 @@ DRAWN = 32
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was seen of a text: measures of all of it, records of the tokens that are shown, traces of the first few."""
+    """What was seen of a text: measures of all of it, records of the tokens that are shown, traces of the first few.
+
+    Where tokens attend to later ones too, all are shown, and traces are of all.
+    """
 
     tokens: int
     ids: list[int]  # of the shown tokens
@@ -50,20 +53,32 @@ def inspect_tokens(
     """
     forms = layer_forms(model)
     chosen = choose_layers(forms, layers)
+    _check_shown(forms, shown, len(tokens))
     meters = Meters(model, len(tokens))
     recorders = {form.name: Recorder(form, min(shown, len(tokens))) for form in chosen}
     first: list[Piece] = []
+    looks_back = all(form.causal for form in forms)
     for piece in read_pieces(model, tokens, chunk, progress):
         meters.add(piece)
         for name, recorder in recorders.items():
             recorder.add(piece.layers[name])
-        if piece.start < DRAWN:
-            first.append(beginning(piece, DRAWN - piece.start))
+        if piece.start < DRAWN:  # what looks ahead needs all of the text, which is the first piece
+            first.append(beginning(piece, DRAWN - piece.start if looks_back else len(tokens)))
     return Inspection(
         len(tokens), tokens[:shown].tolist(), meters.results(),
         [recorder.record() for recorder in recorders.values()],
         [LayerTrace(form, join([piece.layers[form.name] for piece in first])) for form in chosen],
     )  # fmt: skip
+
+
+def _check_shown(forms: list[LayerForm], shown: int, tokens: int) -> None:
+    if shown < tokens and not all(form.causal for form in forms):
+        raise ValueError(
+            f"shown is {shown} and the text has {tokens} tokens; the model reads both ways, so that what is shown "
+            "attends to the rest: show all, or give less of the text"
+        )
+    if min(shown, tokens) > DISTANCES:
+        raise ValueError(f"shown is {shown}; it must be at most {DISTANCES}")
 
 
 def choose_layers(forms: list[LayerForm], numbers: list[int] | None) -> list[LayerForm]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from latte.analysis.files import replacing
 from latte.analysis.measures import LayerMeasures
-from latte.analysis.rows import LayerTrace, attention_matrix
+from latte.analysis.projections import Projected
+from latte.analysis.rows import LayerTrace, attention_matrix, attention_row
 from latte.analysis.training import UsageHistory
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def styled(draw: "Callable[Arguments, Figure]") -> "Callable[Arguments, Figure]"
 
 @styled
 def state_maps(traces: Sequence[LayerTrace], texts: Sequence[str]) -> "Figure":
-    """p(l|t) of all layers and heads, as in the paper's figure 6: a column per token, the window at the bottom."""
+    """p(l|t) of all layers and heads, as in the paper's figure 6: a column per token, the window at the bottom.
+
+    Of as many tokens as texts are given.
+    """
     traces = [trace for trace in traces if trace.parts.latent_query is not None]
     if not traces:
         raise ValueError("the model has no latents; there are no maps of p(l|t) to draw")
@@ -59,7 +63,7 @@ def state_maps(traces: Sequence[LayerTrace], texts: Sequence[str]) -> "Figure":
     for row, trace in enumerate(traces):
         logits = trace.parts.latent_query
         assert logits is not None
-        for head, p in enumerate(torch.softmax(logits.float(), dim=-1).permute(1, 2, 0).cpu()):
+        for head, p in enumerate(torch.softmax(logits[: len(texts)].float(), dim=-1).permute(1, 2, 0).cpu()):
             axis = axes[row][head]
             image = axis.imshow(
                 p.numpy(), origin="lower", aspect="auto", vmin=0, vmax=1, cmap=SHADES, interpolation="nearest"
@@ -73,13 +77,13 @@ def state_maps(traces: Sequence[LayerTrace], texts: Sequence[str]) -> "Figure":
 
 @styled
 def attention_maps(traces: Sequence[LayerTrace], texts: Sequence[str]) -> "Figure":
-    """p(s|t) of a short text, all layers and heads: a row per token t, a column per token s."""
+    """p(s|t) among as many tokens as texts are given, all layers and heads: a row per token t, a column per token s."""
     if not traces:
         raise ValueError("there is no layer to draw")
     figure, axes = _grid(len(traces), traces[0].form.num_heads, width=1.4, height=1.4)
     image = None
     for row, trace in enumerate(traces):
-        for head, weights in enumerate(attention_matrix(trace).float().cpu()):
+        for head, weights in enumerate(_first_weights(trace, len(texts)).float().cpu()):
             axis = axes[row][head]
             # the square root tells small probabilities apart: most entries of a long row are small
             image = axis.imshow(weights.sqrt().numpy(), vmin=0, vmax=1, cmap=SHADES, interpolation="nearest")
@@ -89,6 +93,15 @@ def attention_maps(traces: Sequence[LayerTrace], texts: Sequence[str]) -> "Figur
     bar = _colour_bar(figure, image, "p(s|t)")
     bar.set_ticks([0, 0.1**0.5, 0.5, 1], labels=["0", "0.1", "0.25", "1"])
     return figure
+
+
+def _first_weights(trace: LayerTrace, tokens: int) -> Tensor:
+    """p(s|t) among the first tokens, [H N N]; rows sum to less than 1 where they attend to later ones."""
+    if trace.form.causal:
+        parts = Projected(*(None if x is None else x[:tokens] for x in trace.parts))
+        return attention_matrix(LayerTrace(trace.form, parts))
+    shown = min(tokens, trace.tokens)
+    return torch.stack([attention_row(trace, token).weights[:, :shown] for token in range(shown)], dim=1)
 
 
 @styled

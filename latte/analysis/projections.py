@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from latte.analysis.finite import not_finite_because
-from latte.analysis.usage import latent_layers
+from latte.analysis.usage import by_head, latent_layers
 from latte.layers import CrossAttention, LatteAttention
 from latte.layers.rotary import apply_rotary, rotary
 
@@ -78,7 +79,7 @@ def layer_forms(model: nn.Module) -> list[LayerForm]:
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no attention layer of Latte, neither its own nor a converted one; there is "
-            "nothing to inspect. Choose a Latte model, or convert this one first"
+            "nothing to inspect. Choose a Latte model, not one of linear attention, or convert this one first"
         )
     return [LayerForm.of(name, layer) for name, layer in layers.items()]
 
@@ -97,6 +98,7 @@ def read_pieces(
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     causal = all(form.causal for form in layer_forms(model))
     core: Any = getattr(model, "base_model", model)  # without the head, whose logits nobody needs here
+    _check_reads_text(model, core)
     cache, total = None, len(tokens)
     chunk = chunk if causal else total
     with _Recorder(model) as recorder:
@@ -109,6 +111,24 @@ def read_pieces(
             yield piece
             if progress is not None:
                 progress(min(start + chunk, total), total)
+
+
+def _check_reads_text(model: Any, core: Any) -> None:
+    """Raise ValueError for a model that is given more than a text's tokens, or something else."""
+    name = type(model).__name__
+    meter = "UsageMeter measures it while it reads what it is made for"
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{name} reads a source and a target; give its encoder, model.get_encoder(), or: {meter}")
+    embeds = signature(core.forward).parameters.get("inputs_embeds")
+    if embeds is not None and embeds.default is Parameter.empty:
+        raise ValueError(f"{name} does not read tokens; {meter}")
+    if isinstance(getattr(core, "embed_tokens", None), nn.Linear):
+        raise ValueError(f'{name} reads no tokens: its input_kind is "continuous"; {meter}')
+    if hasattr(model, "class_token"):
+        raise ValueError(
+            f'{name} has pooling "cls" and puts a token of its own before the text, to which others attend; {meter}, '
+            "and model.base_model can be given, which reads without that token"
+        )
 
 
 def _check_finite(model: nn.Module, piece: Piece) -> None:
@@ -165,11 +185,9 @@ class _Recorder:
 
     def _projected(self, name: str, layer: Any, start: int) -> Projected:
         outputs = self.outputs[name]
-        heads = {"key": getattr(layer, "num_value_heads", layer.num_heads)}
-        split = {
-            word: x if x.ndim == 3 else x.unflatten(-1, (heads.get(word, layer.num_heads), -1))
-            for word, x in outputs.items()
-        }
+        shapes = head_shapes(layer, LayerForm.of(name, layer))
+        # norms of queries and keys have told heads apart already
+        split = {word: by_head(x.flatten(1), *shapes[word]) for word, x in outputs.items()}
         if "query" in split and layer.rope_theta is not None:
             turn = self.rotary.get(name)
             if turn is None:
@@ -177,6 +195,16 @@ class _Recorder:
                 turn = rotary(place[None], split["query"].shape[-1], layer.rope_theta)
             split |= {word: apply_rotary(split[word][None], *turn)[0] for word in ("query", "key")}
         return Projected(*(split.get(word) for word in Projected._fields))
+
+
+def head_shapes(layer: Any, form: LayerForm) -> dict[str, tuple[int, int]]:
+    """How many heads, and how wide, a layer's projections have, by the words of `Projected`."""
+    heads, width = form.num_heads, getattr(layer, "window_head_dim", 0)
+    keys = getattr(layer, "num_value_heads", heads)
+    return {
+        "latent_query": (heads, form.num_states), "latent_key": (heads, form.num_latents or 0),
+        "query": (heads, width), "key": (keys, width),
+    }  # fmt: skip
 
 
 def projections(layer: nn.Module) -> dict[str, nn.Module]:

@@ -12,6 +12,7 @@ NEAREST = 8
 """Of softmax attention, windowed or full, the report keeps each token's so many largest weights."""
 
 STEPS = 65_535  # what 16 bits can tell apart
+DISTANCES = 65_536  # in 16 bits; among so few tokens a distance ahead is told from one back
 QUERIES = 256  # rows of scores that are made at once
 
 
@@ -28,7 +29,7 @@ class LayerRecord:
     keys: np.ndarray | None  # [H T L] key logits
     key_low: np.ndarray | None  # [H L] float32
     key_step: np.ndarray | None
-    near_distance: np.ndarray | None  # [H T K] how far back the largest softmax weights lie, largest first
+    near_distance: np.ndarray | None  # [H T K] how far back the largest softmax weights lie, largest first, mod 2^16
     near_weight: np.ndarray | None  # [H T K] those weights; 0 where there are fewer tokens
 
 
@@ -66,7 +67,8 @@ class Recorder:
             block = query[start : start + QUERIES]
             first = before + start  # the place of the block's first token among the keys
             begin = 0 if self.form.window is None else max(0, first - self.form.window + 1)
-            self.near.append(self._nearest(block, keys[begin : first + len(block)], first - begin))
+            ahead = 0 if self.form.causal else len(keys) if self.form.window is None else self.form.window - 1
+            self.near.append(self._nearest(block, keys[begin : first + len(block) + ahead], first - begin))
         kept = len(keys) if self.form.window is None else self.form.window - 1
         self.past = keys[max(0, len(keys) - kept) :]
 
@@ -79,10 +81,12 @@ class Recorder:
             scores = self.form.softcap * torch.tanh(scores / self.form.softcap)
         own = first + torch.arange(len(query), device=query.device)
         distance = own[:, None] - torch.arange(len(keys), device=query.device)
-        hidden = (distance < 0) | (distance >= (self.form.window or len(keys)))
+        hidden = distance.abs() >= (self.form.window or len(keys))
+        if self.form.causal:
+            hidden |= distance < 0
         weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
         largest, place = torch.nn.functional.pad(weights, (0, max(0, NEAREST - len(keys)))).topk(NEAREST)
-        distances = torch.where(largest > 0, own[:, None] - place, 0)
+        distances = torch.where(largest > 0, own[:, None] - place, 0) % DISTANCES
         return distances.cpu().numpy().astype(np.uint16), sixteen_bits(largest)
 
 

@@ -133,6 +133,16 @@ def latent_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def by_head(x: Tensor, heads: int, width: int) -> Tensor:
+    """A projection's output as [... H width]; raises ValueError where this process has only some of the heads."""
+    if x.shape[-1] != heads * width:
+        raise ValueError(
+            f"{heads} heads of {width} numbers each give {x.shape[-1]} here, as where tensor parallelism has dealt "
+            "heads out; measure a model that one process has whole"
+        )
+    return x.unflatten(-1, (heads, width))
+
+
 class UsageMeter:
     """While active, every forward of the model adds to running sums of p(l|t), layer by layer.
 
@@ -153,7 +163,7 @@ class UsageMeter:
         if not self._sums:
             raise ValueError(
                 f"{type(self.model).__name__} has no attention layer with latents; nothing can be measured. "
-                "Choose a model whose num_latents is not None"
+                "Choose a model whose num_latents is not None and whose feature_map is"
             )
         self._hooks: ExitStack | None = None
         self._masks: list[_Given] = []  # of the modules that are running, outermost first
@@ -266,7 +276,8 @@ class _Sums:
         self.sums = None
 
     def add(self, logits: Tensor, mask: Tensor | None) -> None:
-        states = logits.unflatten(-1, (self.layer.num_heads, -1))
+        window = getattr(self.layer, "window", None) is not None
+        states = by_head(logits, self.layer.num_heads, self.layer.num_latents + window)
         p = torch.softmax(states, dim=-1, dtype=accumulation_dtype(logits))
         entropy = entropy_of(p)
         if mask is None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from latte import LatteForSequenceClassification
+from latte import LatteForSeq2SeqLM, LatteForSequenceClassification
 from latte.analysis.measures import head_agreement, measure
 from latte.analysis.projections import layer_forms
 from latte.analysis.reach import LatentReach, Reach, ScoreReach, two_way_reach
@@ -212,6 +212,40 @@ def test_bad_tokens(tokens, words):
 def test_a_model_without_attention_of_ours():
     with pytest.raises(ValueError, match="Linear has no attention layer of Latte"):
         measure(torch.nn.Linear(2, 2), make_tokens(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (LatteForSequenceClassification, {"pooling": "cls"}, 'pooling "cls" .* model.base_model'),
+        (LatteForSequenceClassification, {"input_kind": "continuous", "input_size": 2}, 'input_kind is "continuous"'),
+        (LatteForSeq2SeqLM, {}, r"a source and a target; give its encoder, model.get_encoder\(\)"),
+    ],
+)
+def test_models_that_read_more_than_tokens(kind, settings, words):
+    model = make_model("latte", kind, pad_token_id=0, **settings)
+    with pytest.raises(ValueError, match=words):
+        measure(model, make_tokens(T))
+
+
+def test_the_parts_that_do_read_tokens():
+    model = make_model("latte", LatteForSeq2SeqLM, pad_token_id=0)
+    assert measure(model.get_encoder(), make_tokens(T))[0].tokens == T
+    with pytest.raises(ValueError, match="LatteDecoder does not read tokens"):
+        measure(model.get_decoder(), make_tokens(T))
+    assert (
+        measure(make_model("latte", LatteForSequenceClassification, pooling="cls").model, make_tokens(T))[0].tokens == T
+    )
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "softmax"])
+def test_some_of_the_heads_are_not_taken_for_all(form):
+    """As tensor parallelism deals them out: there are more heads than a process has projections of."""
+    model = make_model(form)
+    for layer in model.model.layers:
+        layer.attention.num_heads *= 2
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        measure(model, make_tokens(T))
 
 
 def test_records_hold_all():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from latte import LatteForSequenceClassification
 from latte.analysis.inspection import Inspection, inspect_tokens, shown_tokens
 from latte.analysis.page import pack, render_page
 from latte.analysis.projections import layer_forms
@@ -64,6 +65,36 @@ def assert_nearest(record, row, token):
         np.testing.assert_allclose(weights, local[expected], atol=1 / STEPS)
         places = token - record.near_distance[head, token, :count].astype(int) - row.local_begin
         np.testing.assert_allclose(local[places], local[expected], atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["macchiato", "window", "softmax"])
+def test_records_of_a_model_that_reads_both_ways(form):
+    settings = {} if form == "softmax" else {"mixer": "conv"}
+    model = make_model(form, LatteForSequenceClassification, causal=False, pad_token_id=0, **settings)
+    tokens = make_tokens(T)
+    record, layer = inspect_tokens(model, tokens).records[1], trace(model, tokens)["model.layers.1.attention"]
+    assert record.near_weight is not None
+    ahead = 0
+    for token in range(T):
+        row = attention_row(layer, token)
+        share = torch.ones(HEADS).double() if row.states is None else row.states[:, 0]
+        for head in range(HEADS):
+            local = torch.zeros(T).double()
+            local[row.local_begin : row.local_begin + row.local.shape[1]] = row.local[head] / share[head]
+            places = (token - record.near_distance[head, token].astype(int)) % 2**16
+            weights = record.near_weight[head, token] / STEPS
+            np.testing.assert_allclose(weights, local.topk(NEAREST).values.numpy(), atol=1 / STEPS)
+            np.testing.assert_allclose(weights, local[places].numpy() * (weights > 0), atol=1 / STEPS)
+            ahead += (places[weights > 0.01] > token).sum()
+    assert ahead > T
+
+
+def test_what_is_shown_is_what_can_be_told_apart():
+    model = make_model("latte", LatteForSequenceClassification, causal=False, pad_token_id=0)
+    with pytest.raises(ValueError, match=f"shown is {T - 1} and the text has {T} tokens; the model reads both ways"):
+        inspect_tokens(model, make_tokens(T), shown=T - 1)
+    with pytest.raises(ValueError, match="it must be at most 65536"):
+        inspect_tokens(make_model("latte"), make_tokens(65_537), shown=65_537)
 
 
 def test_a_page_fits_its_size():

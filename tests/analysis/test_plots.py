@@ -7,6 +7,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
+from latte import LatteForSequenceClassification
 from latte.analysis.inspection import inspect_tokens
 from latte.analysis.plots import (
     attention_maps,
@@ -16,7 +17,7 @@ from latte.analysis.plots import (
     usage_maps,
     usage_over_training,
 )
-from latte.analysis.rows import attention_matrix
+from latte.analysis.rows import attention_matrix, trace
 from latte.analysis.training import read_usage_history
 from latte.analysis.usage import UsageMeter
 from tests.analysis.small import HEADS, LATENTS, LAYERS, make_model, make_tokens
@@ -49,6 +50,24 @@ def test_maps_of_attention(seen):
     shown = images(attention_maps(seen.traces, TEXTS))
     assert len(shown) == LAYERS * HEADS
     assert_allclose(shown[1] ** 2, attention_matrix(seen.traces[0])[1], rtol=1e-5, atol=1e-7)
+
+
+def test_maps_of_a_model_that_reads_both_ways():
+    """What the first tokens attend to among all, of which the map shows the first."""
+    model = make_model(mixer="conv", kind=LatteForSequenceClassification, causal=False, pad_token_id=0)
+    tokens = make_tokens(T)
+    seen = inspect_tokens(model, tokens)
+    whole = trace(model, tokens)
+    shown = images(attention_maps(seen.traces, TEXTS))
+    assert_allclose(
+        shown[HEADS + 1] ** 2,
+        attention_matrix(whole["model.layers.1.attention"])[1, : len(TEXTS), : len(TEXTS)],
+        rtol=1e-5,
+        atol=1e-7,
+    )
+    assert [map_of_states.shape for map_of_states in images(state_maps(seen.traces, TEXTS))[:-1]] == [
+        (LATENTS + 1, len(TEXTS))
+    ] * (LAYERS * HEADS - 1)
 
 
 def test_maps_of_usage(seen):

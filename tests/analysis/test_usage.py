@@ -217,6 +217,14 @@ def test_converted_layers_and_masks_around_them():
     assert_close(layer.usage, p[mask.bool()].double().mean(dim=0), rtol=1e-5, atol=1e-6)
 
 
+def test_some_of_the_heads_are_not_taken_for_all():
+    """As tensor parallelism deals them out: an even number of latents could be read as half as many of all heads."""
+    layer = LatteAttention(12, HEADS, 4)
+    layer.num_heads *= 2
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        measured(layer, torch.randn(B, T, 12))
+
+
 def test_a_layer_alone():
     torch.manual_seed(0)
     layer, x = LatteAttention(12, HEADS, LATENTS), torch.randn(B, T, 12)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from latte import LatteForSequenceClassification
 from latte.analysis.inspection import Inspection, inspect_tokens
 from latte.analysis.page import head_measures, render_page
 from latte.analysis.rows import attention_row, trace
@@ -30,8 +31,8 @@ def write_report(path, form, ids=IDS, **settings):
 
 
 class Opened:
-    def __init__(self, browser, path, form):
-        self.model, self.seen = write_report(path, form)
+    def __init__(self, browser, path, form, **settings):
+        self.model, self.seen = write_report(path, form, **settings)
         browser.events.clear()
         self.page = Page(browser)
         self.page.prefer("light")
@@ -224,6 +225,29 @@ def test_a_model_without_latents(browser, tmp_path):
     assert [exact[token].item() for token in tokens] == pytest.approx(weights, abs=6e-4)
     rest = page.evaluate(f"report.current.row({HEAD}, {TOKEN}).rest")
     assert rest == pytest.approx(1 - exact.topk(8).values.sum().item(), abs=1e-4)
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize("form", ["macchiato", "softmax"])
+def test_a_model_that_reads_both_ways(browser, tmp_path, form):
+    settings = {"mixer": "conv"} if form == "macchiato" else {}
+    kind = {"kind": LatteForSequenceClassification, "causal": False, "pad_token_id": 0}
+    opened = Opened(browser, tmp_path / "report.html", form, **settings, **kind)
+    page = opened.page
+    opened.go(1, HEAD)
+    exact = opened.row(TOKEN).weights[HEAD]
+    page.click(f'[data-token="{TOKEN}"]')
+    page.wait_for("document.querySelectorAll('#attends .row').length > 0")
+    tokens, weights = listed(page, "#attends")
+    assert [exact[token].item() for token in tokens[:4]] == pytest.approx(weights[:4], abs=1e-3)
+    assert weights == pytest.approx(exact.topk(len(tokens)).values.tolist(), abs=2e-3)
+    found = page.evaluate(f"report.current.near({HEAD}, {TOKEN}).map(([place]) => place)")
+    assert max(found) > TOKEN > min(found)
+    ways = page.evaluate(
+        "[...document.querySelectorAll('#attends .name small')].map((node) => node.textContent.trim())"
+    )
+    away = [token - TOKEN for token in tokens]
+    assert ways == [f"+{d}" if d > 0 else f"−{-d}" if d else "itself" for d in away]
     assert page.complaints() == []
 
 

@@ -118,7 +118,7 @@ class Layer {
     const first = (head * this.tokens + token) * this.nearest;
     for (let i = first; i < first + this.nearest; i++) {
       const weight = this.data.weights[i] / STEPS;
-      if (weight > 0) found.push([token - this.data.distances[i], share * weight]);
+      if (weight > 0) found.push([(token - this.data.distances[i]) & STEPS, share * weight]); // back, or ahead
     }
     return found;
   }

@@ -116,7 +116,7 @@ function stateList(layer, head, token, latent, usage, onPick) {
 /** A button for a token in a list; `parts` make its bar, as shares of the longest. */
 function tokenRow(texts, token, weight, { parts, from, onSelect }) {
   const name = make("span", { kind: "name" }, quoted(texts[token]));
-  if (from !== undefined) name.append(make("small", { text: token === from ? "  itself" : `  −${from - token}` }));
+  if (from !== undefined) name.append(make("small", { text: token === from ? "  itself" : token < from ? `  −${from - token}` : `  +${token - from}` }));
   const row = make("button", { kind: "row attended", type: "button", title: `token ${token}` }, name);
   if (parts) row.append(bar(parts));
   row.append(make("span", { kind: "number", text: number(weight) }));
