@@ -79,7 +79,7 @@ def check_pair(model: object, source: object) -> None:
 
 def check_rows(rows: Sequence[Tensor], model: LatteConvertedForCausalLM) -> None:
     """Raise ValueError for rows that the source cannot read, or whose first token never leaves the window."""
-    if not rows:
+    if not len(rows):
         raise ValueError("there are no rows to calibrate with; give token ids of some texts")
     window, longest, vocabulary = (
         getattr(model.config, name) for name in ("window", "max_position_embeddings", "vocab_size")

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -43,11 +44,20 @@ def convert(
         initial_window_share=initial_window_share,
     )
     config.dtype = model.dtype
+    if config.tie_word_embeddings and not tied(model):
+        config.tie_word_embeddings = False
     converted = empty_model(config)
     adopt_weights(converted, model)
     begin_all_latents(converted, model.dtype, model.device)
     converted.generation_config = copy.deepcopy(model.generation_config)
     return converted.train(model.training)
+
+
+def tied(model: PreTrainedModel) -> bool:
+    """Whether the head's weights are the embeddings': Transformers leaves them apart where a checkpoint holds two."""
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    return head is None or head.weight is embeddings.weight or torch.equal(head.weight, embeddings.weight)
 
 
 def empty_model(config: LatteConvertedConfig) -> LatteConvertedForCausalLM:
@@ -72,7 +82,8 @@ def restore(converted: LatteConvertedForCausalLM) -> PreTrainedModel:
     """
     config = converted.config.source_config()
     with torch.device("meta"):
-        source = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if softcapped(config) else "sdpa")
+        # None is PyTorch's own attention, where Transformers has the family compute so.
+        source = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if softcapped(config) else None)
     share_weights(converted, source)
     source.generation_config = copy.deepcopy(converted.generation_config)
     return source.train(converted.training)
@@ -91,10 +102,16 @@ def share_weights(one: PreTrainedModel, other: PreTrainedModel) -> None:
 
 
 def _share_buffers(one: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Put also those buffers of `one` that are not saved into `other`, and tie what is to be tied."""
+    """Put also those buffers of `one` that are not saved into `other`, and tie what is to be tied.
+
+    Rotary positions of the dynamic kind hold angles for the longest text so far, and beside them its length.
+    """
     for name, buffer in one.named_buffers():
         module, _, leaf = name.rpartition(".")
         setattr(other.get_submodule(module), leaf, buffer)
+        for word, value in vars(one.get_submodule(module)).items():
+            if word.endswith("max_seq_len_cached"):
+                setattr(other.get_submodule(module), word, value)
     other.tie_weights()
 
 

@@ -1,7 +1,7 @@
 """From a source's settings and what was asked for to the settings of the converted model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -55,7 +55,7 @@ def choose_layers(layers: str | Sequence[int], source: PreTrainedConfig) -> list
         if not chosen:
             raise ValueError('layers is "global", but every layer of the source has a window; use "all" or a list')
         return chosen
-    if isinstance(layers, str) or not layers:
+    if isinstance(layers, str) or not isinstance(layers, Collection) or not len(layers):
         raise ValueError(f'layers is {layers!r}; it must be "all", "global" or numbers of layers, e.g. [0, 3, 5]')
     for layer in layers:
         if not isinstance(layer, int) or isinstance(layer, bool) or layer not in every:

@@ -20,6 +20,8 @@ from latte.models.families import find_family
 from latte.models.loading import INDEX, read_weight_map
 
 WHOLE = "model.safetensors"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS = 1024  # of two tensors that are compared
 
 
 class StoredWeights:
@@ -44,6 +46,18 @@ class StoredWeights:
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors are equal, found without holding either of them."""
+        with (
+            safe_open(self.folder / self.files[one], framework="pt") as file,
+            safe_open(self.folder / self.files[other], framework="pt") as another,
+        ):
+            x, y = file.get_slice(one), another.get_slice(other)
+            if x.get_shape() != y.get_shape():
+                return False
+            parts = (slice(row, row + ROWS) for row in range(0, x.get_shape()[0], ROWS))
+            return all(torch.equal(x[rows], y[rows]) for rows in parts)
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """That of the first tensor of floating point."""
@@ -57,12 +71,14 @@ class StreamedConversion:
         self.stored = StoredWeights(folder)
         self.dtype: Any = dtype or config.dtype or self.stored.dtype
         config.dtype = self.dtype
+        if config.tie_word_embeddings and self.stored.files.keys() >= {EMBEDDINGS, HEAD}:
+            config.tie_word_embeddings = self.stored.same(EMBEDDINGS, HEAD)
         self.model = empty_model(config)
         self.family = find_family(self.model.model.config)
         self.new = set(new_parameters(self.model))
         self.tensors = self.model.state_dict()
         if config.tie_word_embeddings:
-            del self.tensors["lm_head.weight"]
+            del self.tensors[HEAD]
         strangers = self.stored.files.keys() - self.model.state_dict().keys()
         if strangers and self.tensors.keys() - self.new - self.stored.files.keys():
             other = min(strangers)

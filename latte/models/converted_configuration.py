@@ -72,6 +72,10 @@ class LatteConvertedConfig(PreTrainedConfig):
         find_family(self.source_config())
         if self.layers is None:
             self.layers = list(range(self.num_hidden_layers))
+        for layer in self.layers:
+            if layer not in range(self.num_hidden_layers):
+                last = self.num_hidden_layers - 1
+                raise ValueError(f"layers has {layer}; the source's layers are numbered from 0 to {last}")
         for name in ("tie_word_embeddings", "vocab_size"):  # what Transformers gives to every class of settings
             if name in kwargs:
                 setattr(self, name, kwargs.pop(name))
@@ -106,10 +110,10 @@ class LatteConvertedConfig(PreTrainedConfig):
         """Every layer is of our own type, which Transformers does not know; there is nothing to check."""
 
 
-def check_conversion(window: object, num_latents: object, mixer: str, initial_window_share: float) -> None:
+def check_conversion(window: object, num_latents: object, mixer: str, initial_window_share: object) -> None:
     """Raise ValueError for what no source could be converted with."""
     check_count("window", window, " (the token itself counts)")
     check_count("num_latents", num_latents)
     check_choice("mixer", mixer, MIXERS)
-    if not 0 < initial_window_share <= 1:
+    if not isinstance(initial_window_share, int | float) or not 0 < initial_window_share <= 1:
         raise ValueError(f"initial_window_share is {initial_window_share}; it must be above 0 and at most 1")

@@ -27,6 +27,8 @@ class Family:
     query_scalar: str | None = None  # the setting s where scores are divided by its root, in place of head_dim's
     softcap: str | None = None  # the setting that bounds scores
     logits_softcap: str | None = None  # the setting that bounds the output's logits
+    sliding_window: str | None = "sliding_window"  # the setting of how far local layers see; None: there are none
+    layer_types: str | None = "layer_types"  # the setting that says which layers are local; None: all are
 
 
 FAMILIES = {
@@ -43,8 +45,8 @@ FAMILIES = {
         query_scalar="query_pre_attn_scalar",
         logits_softcap="final_logit_softcapping",
     ),
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral"),
+    "llama": Family("Llama", sliding_window=None),
+    "mistral": Family("Mistral", layer_types=None),
     "qwen2": Family("Qwen2"),
     "qwen3": Family("Qwen3", query_norm="q_norm", key_norm="k_norm"),
 }
@@ -70,11 +72,15 @@ def check_model_type(model_type: object) -> None:
 
 
 def own_window(config: PreTrainedConfig, layer: int) -> int | None:
-    """How many tokens a layer of the source sees, itself included; None where it sees all."""
-    layer_types = getattr(config, "layer_types", None)
+    """How many tokens a layer of the source sees, itself included; None where it sees all.
+
+    A config.json may have settings that the family's code does not read; they are not read here either.
+    """
+    family = FAMILIES[config.model_type]
+    layer_types = getattr(config, family.layer_types, None) if family.layer_types else None
     if layer_types is not None and layer_types[layer] != SLIDING:
         return None
-    return getattr(config, "sliding_window", None)
+    return getattr(config, family.sliding_window, None) if family.sliding_window else None
 
 
 def score_scale(family: Family, config: PreTrainedConfig) -> float:

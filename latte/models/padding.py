@@ -62,6 +62,11 @@ def _mask(attention_mask: Tensor | None, embeds: Tensor, cached: bool) -> Tensor
     """The mask of the last T tokens as bool, or None where all are real."""
     if attention_mask is None:
         return None
+    if not isinstance(attention_mask, Tensor):  # Transformers has masks in a dict too, by kinds of layers
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor [batch, tokens so far], "
+            "with 1 at real tokens and 0 at padding"
+        )
     before = attention_mask.shape[-1] - embeds.shape[1]
     if attention_mask.ndim != 2 or before < 0 or (before > 0 and not cached):
         raise ValueError(

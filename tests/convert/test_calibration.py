@@ -238,6 +238,7 @@ def test_stretches_come_from_the_midst_of_documents():
         ([torch.zeros(1, LENGTH, dtype=torch.long)], r"row 0 is torch.int64 of shape \(1, 71\)"),
         ([*make_rows(1), *make_rows(1, WINDOW + LEAST_PAST_WINDOW - 1)], "row 1 has 22 tokens; with a window of 7"),
         (make_rows(1, 300), "300 tokens, over the source's own context of 256; cut rows to that"),
+        (torch.zeros(2, 9, dtype=torch.long), "row 0 has 9 tokens"),
         ([torch.full((LENGTH,), -3)], "row 0 has token -3; the model knows 0 to 100"),
     ],
 )

@@ -120,6 +120,22 @@ def test_low_memory_gives_the_same(tmp_path, shard):
     assert made.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_head_beside_the_embeddings_that_config_json_ties(tmp_path, same, low_memory):
+    """As in Transformers, it is the embeddings only if it has their values."""
+    source = save_source(tmp_path / "source", "qwen2")
+    tensors = load_file(source / "model.safetensors")
+    embeddings = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embeddings.clone() if same else embeddings.flip(0)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(str(source), tmp_path / "out", SETTINGS, low_memory=low_memory)
+    model = load(tmp_path / "out")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == same == model.config.tie_word_embeddings
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(model.state_dict()[name], tensors[name])
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_low_memory_never_holds_the_model(tmp_path, monkeypatch):
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}

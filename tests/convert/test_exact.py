@@ -103,6 +103,54 @@ def test_the_source_comes_back(family):
         torch.testing.assert_close(back(tokens).logits, source(tokens).logits, **CLOSE)
 
 
+def test_a_source_without_a_cap_on_scores_comes_back():
+    """Transformers has Gemma 2 compute no scaled_dot_product_attention, with a cap or without."""
+    source = make_source("gemma2", attn_logit_softcapping=None)
+    tokens = make_tokens(2, 61)
+    with torch.no_grad():
+        back = restore(convert(source, window=7, num_latents=LATENTS))
+        torch.testing.assert_close(back(tokens).logits, source(tokens).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_settings_that_a_family_does_not_read_change_nothing(family):
+    """Llama's code knows no local layers, and Mistral's no kinds of layers."""
+    source = make_source(family, sliding_window=LOCAL, layer_types=["full_attention"] * 2 + ["sliding_attention"])
+    _, converted = make_pair(family, source, layers=[1])
+    _, other = make_pair(family, source, layers=[0])
+    converted.model.layers[1].self_attn = other.model.layers[1].self_attn
+    tokens = make_tokens(2, 61)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(tokens).logits, source(tokens).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_dynamic_positions_of_a_source_that_has_read_a_long_text(family):
+    """Its angles are stretched to that text, and go back with a short one."""
+    kind = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    kinds = {"sliding_attention": kind, "full_attention": kind} if family == "gemma3_text" else kind
+    source = make_source(family, max_position_embeddings=LOCAL, rope_parameters=kinds)
+    tokens = make_tokens(2, 83)
+    with torch.no_grad():
+        expected = source(tokens[:, :LENGTH]).logits
+        source(tokens)
+        _, converted = make_pair(family, source)
+        for model in (converted, restore(converted), source):
+            torch.testing.assert_close(model(tokens[:, :LENGTH]).logits, expected, **CLOSE)
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_settings_say():
+    """Transformers leaves embeddings and head apart where a checkpoint has both and config.json ties them."""
+    source = make_source("qwen2", tie_word_embeddings=False)
+    source.config.tie_word_embeddings = True
+    tokens = make_tokens(2, LENGTH)
+    _, converted = make_pair("qwen2", source)
+    with torch.no_grad():
+        for model in (converted, restore(converted)):
+            assert not model.config.tie_word_embeddings
+            torch.testing.assert_close(model(tokens).logits, source(tokens).logits, **CLOSE)
+
+
 def test_bfloat16_is_close():
     source, converted = make_pair("gemma2", make_source("gemma2").bfloat16())
     tokens = make_tokens(2, LENGTH)

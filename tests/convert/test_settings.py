@@ -72,6 +72,8 @@ def test_layers(family, layers, expected):
         ("mistral", {"layers": "global", "window": 7}, "every layer of the source has a window"),
         ("llama", {"layers": "some"}, "layers is 'some'; it must be"),
         ("llama", {"layers": []}, r"layers is \[\]; it must be"),
+        ("llama", {"layers": 1}, "layers is 1; it must be"),
+        ("llama", {"initial_window_share": "most"}, "initial_window_share is most; it must be above 0"),
         ("llama", {"layers": [3]}, "layers has 3; the source's layers are numbered from 0 to 2"),
         ("llama", {"layers": [-1]}, "layers has -1"),
         ("llama", {"layers": [True]}, "layers has True"),
@@ -102,6 +104,9 @@ def test_sources_that_cannot_be_converted():
         convert(quantized)
     with pytest.raises(ValueError, match="source has no model_type"):
         LatteConvertedConfig()
+    settings = conversion_config(make_config("llama")).to_dict()
+    with pytest.raises(ValueError, match="layers has 7; the source's layers are numbered from 0 to 2"):
+        LatteConvertedConfig.from_dict(settings | {"layers": [0, 7]})
 
 
 def test_blocks_of_the_mixer_divide_the_width():

@@ -150,6 +150,8 @@ def test_a_mask_of_scores_is_refused():
         model(make_tokens(1, 5), attention_mask=torch.zeros(1, 1, 5, 5))
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 3\]"):
         model(make_tokens(1, 5), attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"attention_mask is a dict; it must be a tensor \[batch, tokens so far\]"):
+        model(make_tokens(1, 5), attention_mask={"full_attention": torch.ones(1, 5)})
     added = torch.tensor([[-torch.inf, -torch.inf, 0, 0, 0]])
     for mask in (added, added.clamp(min=-1e4).bfloat16(), added * torch.nan):
         with pytest.raises(ValueError, match=r"attention_mask holds negative.* it must be 1 at real tokens and 0 at"):
