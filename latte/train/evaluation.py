@@ -1,7 +1,7 @@
 """How good a model is at its task, what it writes, and which latents it uses: over all processes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,20 +45,21 @@ def evaluate(
     """The task's metrics on a split, and the usage of latents in every layer that has them."""
     examples = getattr(data, split)
     totals: Sums = {}
+    seen = False
     meter = UsageMeter(model) if latent_layers(model) else None
-    with evaluating(model), ExitStack() as stack:
-        if meter is not None:
-            stack.enter_context(meter)
+    with evaluating(model):
         for batch, counts in evaluation_batches(examples, data, count, batch_size):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            sums = task.measure(model, batch)
+            with meter if meter is not None and counts else nullcontext():
+                sums = task.measure(model, batch)
             if counts:
+                seen = True
                 totals = add(totals, sums)
     everywhere: Sums = {}
     for sums in gather_objects(totals):
         everywhere = add(everywhere, sums)
     means = {name: total / weight for name, (total, weight) in everywhere.items() if weight}
-    return task.summarize(means), [] if meter is None else gather_usage(meter.layers())
+    return task.summarize(means), [] if meter is None else gather_usage(meter.layers() if seen else [])
 
 
 def add(first: Sums, second: Sums) -> Sums:
@@ -70,8 +71,8 @@ def add(first: Sums, second: Sums) -> Sums:
 
 
 def gather_usage(layers: Sequence[LayerUsage]) -> list[LayerUsage]:
-    """Each layer's usage over all processes."""
-    parts = gather_objects(list(layers))
+    """Each layer's usage over all processes; one that had nothing to measure has none."""
+    parts = [part for part in gather_objects(list(layers)) if part]
     return [merge_usage(layer) for layer in zip(*parts, strict=True)]
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from latte.train import Display, Diverged, run
+from latte.train import Display, Diverged, read_metrics, run
 from latte.train.engine import Engine
 from latte.train.objective import NextToken
 from tests.train import tiny
@@ -92,6 +92,33 @@ def test_shards(tmp_path, undisturbed):
     assert launch(train_and_look, output) == [0, 0]
     assert_same_losses(output, undisturbed)
     assert_same_weights(output, undisturbed)
+
+
+def test_usage_counts_what_is_shown_again_once(tmp_path):
+    """Five examples are three batches of two, so that one of the processes is shown a batch again."""
+    task, counts = tiny.task(held_out=5), []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        if folder.name == "one":
+            run(task, tiny.settings(folder, steps=6, eval_batch_size=2))
+        else:
+            assert launch(train_on_five, folder) == [0, 0]
+        usage = [record for record in read_metrics(folder / "metrics.jsonl") if record["split"] == "usage"]
+        counts.append([layer["tokens"] for layer in usage[-1]["layers"]])
+    assert counts[0] == counts[1] == [5 * tiny.LENGTH] * 2
+
+
+def train_on_five(output: Path) -> None:
+    run(tiny.task(held_out=5), tiny.settings(output, steps=6, eval_batch_size=2))
+
+
+def train_on_few(output: Path) -> None:
+    run(tiny.task(held_out=2), tiny.settings(output, steps=6, eval_batch_size=2))
+
+
+def test_a_process_with_nothing_to_measure_has_no_usage(tmp_path):
+    assert launch(train_on_few, tmp_path / "run") == [0, 0]
+    usage = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["split"] == "usage"]
+    assert [layer["tokens"] for layer in usage[-1]["layers"]] == [2 * tiny.LENGTH] * 2
 
 
 def test_checkpoints_fit_any_number_of_processes(tmp_path, undisturbed):

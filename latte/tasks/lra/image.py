@@ -44,8 +44,11 @@ class ImageSettings:
 
 
 def to_grey(pixels: np.ndarray) -> np.ndarray:
-    """Grey values of colours in the last dimension, rounded down."""
-    return (pixels @ LUMA).astype(np.uint8)
+    """Grey values of colours in the last dimension, rounded as TensorFlow does, which Long Range Arena takes them from.
+
+    It rounds v / 255 · 255.5 down: white stays white, though the weights come to 0.9999.
+    """
+    return (pixels @ LUMA * (255.5 / 255)).astype(np.uint8)
 
 
 def read_arrays(path: Path) -> tuple[Pictures, Pictures]:

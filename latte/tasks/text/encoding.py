@@ -1,6 +1,7 @@
 """Documents into tokens, in pieces that give the tokens of the whole, by several processes."""
 
 import os
+import pickle
 import re
 import signal
 import threading
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -152,8 +155,19 @@ def encode_all(
         for batch in stream:
             yield batch, encoder(batch)
         return
+    # The encoder goes by a file: what a process is started with goes through a pipe, and where that is full and the
+    # process dies, starting it waits for ever.
+    with TemporaryDirectory(prefix="latte-") as folder:
+        path = Path(folder) / "encoder"
+        path.write_bytes(pickle.dumps(encoder))
+        yield from _encode_together(path, stream, processes)
+
+
+def _encode_together(
+    path: Path, stream: Iterable[list[Piece]], processes: int
+) -> Iterator[tuple[list[Piece], Encoded]]:
     waiting: deque[tuple[list[Piece], Future[Encoded]]] = deque()
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker, initargs=(encoder,))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker, initargs=(path,))
     try:
         for batch in stream:
             waiting.append((batch, pool.submit(_encode_in_worker, batch)))
@@ -163,6 +177,8 @@ def encode_all(
         for batch, future in waiting:
             yield batch, future.result()
     except BrokenProcessPool as error:
+        for process in list((pool._processes or {}).values()):  # the pool misses one that was just being started
+            process.kill()
         raise OSError(
             "a process that tokenises has died: memory may be short (fewer workers need less), or the script that "
             'started it lacks `if __name__ == "__main__":` (workers=1 starts none)'
@@ -174,9 +190,9 @@ def encode_all(
 _encoder: Encoder | None = None
 
 
-def _start_worker(encoder: Encoder) -> None:
+def _start_worker(path: Path) -> None:
     global _encoder
-    _encoder = encoder
+    _encoder = pickle.loads(path.read_bytes())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started us
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -89,7 +89,9 @@ class LanguageModelling(Task[LanguageModellingSettings]):
             for prepared in {text.folder: text, validation_text.folder: validation_text}.values():
                 prepared.verify()
         data = self._data(vocabulary, text, train, validation_text, validation)
-        self._bytes_per_token = validation.size / validation.tokens
+        # A token to begin with has no bytes, and where documents are separate none is foretold.
+        unasked = len(vocabulary.prefix) * len(validation.ends) if chosen.documents == "separate" else 0
+        self._bytes_per_token = validation.size / (validation.tokens - unasked)
         return data
 
     def _data(

@@ -123,6 +123,13 @@ def test_pairs_from_a_folder_a_file_and_an_archive(blimp_folder, tmp_path):
     assert len(choose_pairs(pairs, 1, 0)) == 3
 
 
+def test_phenomena_are_those_of_the_paper(tmp_path):
+    """Which counts the two paradigms that the data calls s-selection as argument structure: 12 phenomena, not 13."""
+    row = {"sentence_good": "a", "sentence_bad": "b", "linguistics_term": "s-selection", "UID": "animate_subject_trans"}
+    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    assert read_pairs(tmp_path) == [Pair("a", "b", "argument_structure", "animate_subject_trans")]
+
+
 def test_bad_files(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "one two"}\n\n{"words": "x"}\n')

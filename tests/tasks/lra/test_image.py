@@ -9,12 +9,14 @@ import torch
 from latte.models import LatteConfig, LatteForPairClassification, LatteForSequenceClassification
 from latte.tasks import TASKS, task_class
 from latte.tasks.lra import ImageClassification, ImageSettings
+from latte.tasks.lra.image import to_grey
 from latte.tasks.lra.table8 import TABLE_8
 
 DICE = np.random.default_rng(0)
 COLOURS = DICE.integers(0, 256, (10, 32, 32, 3), dtype=np.uint8)
 LABELS = DICE.integers(0, 10, 10)
-GREY = np.floor(COLOURS[..., 0] * 0.2989 + COLOURS[..., 1] * 0.587 + COLOURS[..., 2] * 0.114).astype(np.uint8)
+SHARES = COLOURS[..., 0] / 255 * 0.2989 + COLOURS[..., 1] / 255 * 0.587 + COLOURS[..., 2] / 255 * 0.114
+GREY = np.floor(SHARES * 255.5).astype(np.uint8)  # tf.image.rgb_to_grayscale
 
 
 def write_arrays(path, pixels=GREY, **others) -> None:
@@ -48,6 +50,11 @@ def test_pictures_of_every_form_are_the_same(tmp_path, form):
         assert np.array_equal(example["pixel_values"].numpy(), GREY[place].reshape(-1))
         assert example["labels"] == LABELS[place]
     assert torch.equal(data.test[2]["pixel_values"], data.train[2]["pixel_values"])
+
+
+def test_white_stays_white():
+    greys = np.arange(256, dtype=np.uint8)
+    assert np.array_equal(to_grey(np.stack([greys] * 3, axis=-1)), greys)
 
 
 def test_pictures_from_the_hub(tmp_path, monkeypatch):

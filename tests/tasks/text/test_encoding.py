@@ -1,6 +1,8 @@
 """Long documents in pieces have the tokens of the whole, in one process and in several."""
 
 import re
+import subprocess
+import sys
 from collections import deque
 from itertools import cycle
 from multiprocessing import active_children
@@ -140,3 +142,19 @@ def test_processes_give_what_one_gives_and_their_death_is_noticed(bpe_folder: Pa
         process.kill()
     with pytest.raises(OSError, match="a process that tokenises has died"):
         deque(together)
+
+
+def test_a_script_that_starts_itself_again_is_told_so(bpe_folder: Path, tmp_path: Path) -> None:
+    """Its processes die before they have read what they are started with, which is more than a pipe holds."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from dataclasses import replace\n"
+        "from latte.tasks.text.encoding import Encoder, Piece, encode_all\n"
+        "from latte.tasks.text.vocabulary import load_vocabulary\n"
+        f"vocabulary = load_vocabulary({str(bpe_folder)!r})\n"
+        "encoder = Encoder(replace(vocabulary, pipeline=vocabulary.pipeline + ' ' * 2**20))\n"
+        "list(encode_all(encoder, [[Piece(b'some text', True, True)]] * 9, 2))\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "OSError: a process that tokenises has died" in ended.stderr

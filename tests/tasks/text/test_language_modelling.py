@@ -264,3 +264,23 @@ def test_windows_begin_as_the_tokenizer_has_texts_begin(tmp_path: Path) -> None:
     for examples in (data.train, data.validation):
         assert {example["input_ids"][0].item() for example in examples} == {begin}
     assert data.fingerprint != plain.fingerprint
+
+
+@torch.no_grad()
+def test_bits_per_byte_do_not_count_beginnings_that_are_not_foretold(tmp_path: Path) -> None:
+    """Where documents are separate, no label asks for a token to begin with, which says no byte either."""
+    tokenizer = task(tmp_path).prepare().tokenizer
+    assert tokenizer is not None
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    pipeline = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    pipeline.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chosen = {"tokenizer": str(tmp_path / "tokenizer"), "data": (write_texts(tmp_path / "short", 40, 8),)}
+    for documents, tokens_per_document in (("separate", 1), ("joined", 2)):  # besides those of its text
+        measured = task(tmp_path, documents=documents, held_out=0.4, **chosen)
+        counts = measured.prepare().facts
+        size = counts["validation_bytes"]
+        foretold = size + tokens_per_document * counts["validation_documents"]  # each byte is a token
+        bits = measured.summarize({"loss": math.log(2)})["bits_per_byte"]
+        assert bits == pytest.approx(foretold / size)
