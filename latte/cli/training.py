@@ -140,6 +140,7 @@ def perform(kind: type[Task], given: dict[str, Any]) -> int:
     if given["show"]:
         typer.echo(jsonlib.dumps(plan.document(), indent=1, ensure_ascii=False))
         return 0
+    from latte.train.distributed import leave
     from latte.train.guards import Diverged
     from latte.train.progress import make_display
     from latte.train.runs import run
@@ -156,6 +157,7 @@ def perform(kind: type[Task], given: dict[str, Any]) -> int:
         if first:
             typer.echo(f"latte: error: {error}", err=True)
         return FAILED
+    leave()
     if first:
         report(result, json=given["json"])
     return 0 if result.signal is None else 128 + result.signal

@@ -30,6 +30,12 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def leave() -> None:
+    """End what processes have in common; PyTorch's threads for it may abort a process that ends without."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def on_main(function: Callable[[], T]) -> T:
     """Run a function in the first process; all processes get its result, or its error."""
     if world_size() == 1:

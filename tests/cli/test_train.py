@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from latte.cli import main
 from latte.cli.train import TASKS
@@ -202,6 +203,12 @@ def test_a_text_model_writes_and_is_generated_from(tmp_path, capsys):
     more = ["train", "lm", *without_sizes, "--model", str(output / "model"), "--output", str(tmp_path / "more")]
     assert main(more) == 0
     assert (tmp_path / "more" / "model" / "tokenizer.json").is_file()
+
+
+def test_processes_part_when_the_run_is_done(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    assert main(["train", "mqar", *QUICK, "--output", str(tmp_path / "run")]) == 0
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
