@@ -58,6 +58,16 @@ def key_grad_kernel(
     """`key_grad_tile` of every tile and value head, the last first; with WILD as in `query_grad_kernel`."""
     let_next_begin(EARLY)
     wait_for_last(EARLY)
+    tensors = (
+        q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm, tile_carry, tile_carry_h, after_carry, after_carry_h,
+        piece_end, into_mean, into_h, whole_carry, whole_carry_h, shifted_lse, local_h, table, bounds, dk, dk_own, dv,
+        dwk, cos, sin,
+    )  # fmt: skip
+    numbers = (
+        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head, wk_row,
+        wk_token, wk_head, dy_row, dy_token, dy_head, mask_row, tokens, per_row, slots, scale, softcap, angles_row,
+        per_piece, pieces, key_tokens,
+    )  # fmt: skip
     if WILD:
         EACH: tl.constexpr = GROUPS * BLOCKS
         if not any_noted(wild, programs, EACH):
@@ -65,29 +75,14 @@ def key_grad_kernel(
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
             if is_noted(wild, program, EACH):
                 key_grad_tile(
-                    program,
-                    q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
-                    tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
-                    whole_carry_h,
-                    shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk, cos, sin,
-                    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
-                    wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-                    tokens, per_row, slots, scale, softcap, angles_row, per_piece, pieces, key_tokens,
+                    program, *tensors, *numbers,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
-                    UNDIRECTED,
-                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, TURNED, WILD, PAST,
-                    INTO,
+                    UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, TURNED,
+                    WILD, PAST, INTO,
                 )  # fmt: skip
     else:
         key_grad_tile(
-            tl.program_id(0) if PAST else programs - 1 - tl.program_id(0),
-            q, k, v, wq, wk, mask, dy, norms, means, peaks, last_norm,
-            tile_carry, tile_carry_h, after_carry, after_carry_h, piece_end, into_mean, into_h, whole_carry,
-            whole_carry_h,
-            shifted_lse, local_h, table, bounds, dk, dk_own, dv, dwk, cos, sin,
-            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
-            wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-            tokens, per_row, slots, scale, softcap, angles_row, per_piece, pieces, key_tokens,
+            tl.program_id(0) if PAST else programs - 1 - tl.program_id(0), *tensors, *numbers,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
             PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DK_TOKEN, DV_TOKEN, DWK_TOKEN, TURNED, WILD, PAST, INTO,
         )  # fmt: skip

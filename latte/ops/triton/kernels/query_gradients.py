@@ -58,30 +58,27 @@ def query_grad_kernel(
     """`query_grad_tile` of all tiles and heads; with WILD, a second launch, few programs look for wild ones."""
     let_next_begin(EARLY)
     wait_for_last(EARLY)
+    tensors = (
+        q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds, dq, dk, dwq, tile_carry, tile_carry_h,
+        shifted_lse, local_h, cos, sin,
+    )  # fmt: skip
+    numbers = (
+        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head, wk_row,
+        wk_token, wk_head, dy_row, dy_token, dy_head, mask_row, tokens, per_row, slots, scale, softcap, angles_row,
+    )  # fmt: skip
     if WILD:
         if not any_noted(wild, programs, BLOCKS):
             return
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
             if is_noted(wild, program, BLOCKS):
                 query_grad_tile(
-                    program,
-                    q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
-                    dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h, cos, sin,
-                    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
-                    wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-                    tokens, per_row, slots, scale, softcap, angles_row,
+                    program, *tensors, *numbers,
                     HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL,
-                    UNDIRECTED,
-                    PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, TURNED, WILD,
+                    UNDIRECTED, PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, TURNED, WILD,
                 )  # fmt: skip
     else:
         query_grad_tile(
-            tl.program_id(0),
-            q, k, v, wq, wk, mask, dy, norms, means, peaks, lse, table, bounds,
-            dq, dk, dwq, tile_carry, tile_carry_h, shifted_lse, local_h, cos, sin,
-            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, wq_row, wq_token, wq_head,
-            wk_row, wk_token, wk_head, dy_row, dy_token, dy_head, mask_row,
-            tokens, per_row, slots, scale, softcap, angles_row,
+            tl.program_id(0), *tensors, *numbers,
             HEADS, GROUPS, NUM, WIDTH, KEY_WIDTH, C, BN, BL, BLOCKS, BD, BE, WINDOW, NEAR, LATENTS, CAUSAL, UNDIRECTED,
             PACKED, MASKED, CAPPED, FULL, HALF, PRECISION, DQ_TOKEN, DWQ_TOKEN, TURNED, WILD,
         )  # fmt: skip
