@@ -1,5 +1,9 @@
 """Recorded calls know where every address comes from, and are not made where one is unknown."""
 
+from operator import itemgetter
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from latte.ops.triton import replay
@@ -91,3 +95,19 @@ def test_nothing_is_noted_outside_a_recording():
     replay.empty((2,), torch.float32, torch.device("cpu"))
     replay.note_launch("kernel", (1,), ())
     assert (found.made, found.launches) == ([], [])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_profilers_that_hook_into_triton_see_launches(monkeypatch, hooked):
+    calls = []
+    binary = SimpleNamespace(
+        function="function", packed_metadata="packed", run=lambda *given: calls.append(given),
+        launch_metadata=lambda grid, stream, *arguments: ("about", grid, stream, arguments),
+    )  # fmt: skip
+    enter, leave = (SimpleNamespace(calls=[print] if hooked else []) for _ in range(2))
+    runtime = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave)
+    monkeypatch.setattr(replay, "knobs", SimpleNamespace(runtime=runtime))
+    replay.launch_all([(binary, (7, 1, 1), itemgetter(1, 0), (5, True))], [100, 200], 3)
+    arguments = (200, 100, 5, True)
+    told = (("about", (7, 1, 1), 3, arguments), enter, leave) if hooked else (None, None, None)
+    assert calls == [(7, 1, 1, 3, "function", "packed", *told, *arguments)]
