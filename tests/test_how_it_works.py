@@ -1,10 +1,10 @@
 """The explanation is true: its code runs and agrees with the ops, and draws the picture that it shows."""
 
 import re
-from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+from tests.pages import DOCS, read_page, run_examples
+
+PAGE = "how-it-works.md"
 
 
 def test_code_runs_and_draws_the_picture(tmp_path, monkeypatch):
@@ -12,9 +12,7 @@ def test_code_runs_and_draws_the_picture(tmp_path, monkeypatch):
 
     matplotlib.use("svg")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 10
-    exec(compile("\n".join(blocks), "how-it-works.md", "exec"), {})
+    run_examples(PAGE)
     shown = (DOCS / "assets" / "weights.svg").read_text(encoding="utf-8")
     drawn = (tmp_path / "weights.svg").read_text(encoding="utf-8")
     assert drawn.count("<image") == shown.count("<image") == 4
@@ -22,4 +20,4 @@ def test_code_runs_and_draws_the_picture(tmp_path, monkeypatch):
 
 def test_every_form_is_compared_with_its_op():
     for op in ("latte_attention", "macchiato_attention", "linear_attention"):
-        assert re.search(rf"from latte import {op}\n", PAGE)
+        assert re.search(rf"from latte import {op}\n", read_page(PAGE))

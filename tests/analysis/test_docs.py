@@ -1,23 +1,15 @@
-"""The examples of the documentation run, and what it says of thresholds is true."""
+"""What the documentation says of thresholds is true."""
 
 import re
-from pathlib import Path
 
 from latte.analysis.inspection import REPORT_BYTES, SHOWN
 from latte.analysis.reach import SAMPLED_TOKENS, SAMPLES_PER_LAG
 from latte.analysis.records import NEAREST
 from latte.analysis.rows import LONGEST_MATRIX
 from latte.analysis.usage import COLLAPSE_THRESHOLD, IDLE_THRESHOLD
+from tests.pages import DOCS, read_page
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "inspect.md").read_text(encoding="utf-8")
-
-
-def test_examples_run_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 4
-    exec(compile("\n".join(blocks), "inspect.md", "exec"), {})
+PAGE = read_page("inspect.md")
 
 
 def test_numbers_are_those_of_the_code():

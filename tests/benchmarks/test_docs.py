@@ -1,7 +1,6 @@
 """The documentation: tables and plot come from the results, and the examples run."""
 
 import json
-import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,9 +8,10 @@ import pytest
 
 from benchmarks import docs, plots
 from benchmarks.rows import Report, Row
+from tests.pages import read_page, run_examples
 
 ROOT = Path(__file__).parents[2]
-OPS = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+OPS = read_page("ops.md")
 
 
 def sample(device: str, quick: bool = False) -> dict:
@@ -159,9 +159,7 @@ def test_the_page_is_that_of_the_results(tmp_path):
 
 
 def test_examples_run_in_order(capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```$", OPS, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 6
-    exec(compile("\n".join(blocks), "docs/ops.md", "exec"), {})
+    run_examples("ops.md")
     printed = capsys.readouterr().out.strip()
     assert f"print(error)  # {printed}\n" in OPS
 

@@ -1,20 +1,11 @@
-"""The examples of the documentation run."""
-
-import re
-from pathlib import Path
+"""The documentation names every layer."""
 
 import torch
 
 from latte import layers
+from tests.pages import read_page
 
-PAGE = (Path(__file__).parents[2] / "docs" / "layers.md").read_text(encoding="utf-8")
-
-
-def test_examples_run_in_order():
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 7
-    with torch.no_grad():
-        exec(compile("\n".join(blocks), "layers.md", "exec"), {})
+PAGE = read_page("layers.md")
 
 
 def test_every_layer_is_described():

@@ -1,8 +1,5 @@
 """Sequence classification: pooling, padding, inputs of each kind, losses."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -291,10 +288,3 @@ def test_no_cache_is_kept_or_taken(kind):
         assert torch.equal(model(**inputs, use_cache=use_cache).logits, model(**inputs).logits)
     with pytest.raises(ValueError, match="past_key_values is given; a classifier reads its sequences whole"):
         model(**inputs, past_key_values=DynamicCache(config=model.config))
-
-
-def test_documentation_runs():
-    page = (Path(__file__).parents[2] / "docs" / "classification.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
-    exec(compile("\n".join(blocks), "classification.md", "exec"), {})

@@ -1,8 +1,6 @@
 """Encoder and decoder: step = parallel, a summary of the source in place of the source, generation."""
 
 import copy
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -383,10 +381,3 @@ def test_learns_to_reverse():
     source = torch.randint(1, 7, (64, 5))
     answers = model.eval().generate(source, max_new_tokens=5, do_sample=False)[:, 1:]
     assert answers.eq(source.flip(1)).float().mean() > 0.9
-
-
-def test_documentation_runs():
-    page = (Path(__file__).parents[2] / "docs" / "seq2seq.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
-    exec(compile("\n".join(blocks), "seq2seq.md", "exec"), {})

@@ -1,20 +1,14 @@
-"""The examples of the documentation run, and what it names is there."""
+"""What the documentation names is there."""
 
 import re
-from pathlib import Path
 
 from latte.cli.train import TASKS
 from latte.train import RunSettings
+from tests.pages import read_page
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+PAGE = read_page("training.md")
 COMMAND = {"budget", "set", "config", "resume", "show", "json", "help", "data", "tokenizer", "context", "prompt"}
 LAUNCHERS = {"nproc-per-node", "num_processes"}
-
-
-def test_examples_run_in_order():
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    exec(compile("\n".join(blocks), "training.md", "exec"), {})
 
 
 def test_options_are_there():

@@ -1,18 +1,17 @@
 """The examples of the page on evaluation run, and its commands are right."""
 
 import re
-from pathlib import Path
 
 from typer.testing import CliRunner
 
 from latte.cli.app import app
+from tests.pages import read_page, run_examples
 
-PAGE = (Path(__file__).parents[3] / "docs" / "evaluate.md").read_text(encoding="utf-8")
+PAGE = read_page("evaluate.md")
 
 
 def test_examples_run_in_order(capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    exec(compile("\n".join(blocks), "evaluate.md", "exec"), {})
+    run_examples("evaluate.md")
     assert len(capsys.readouterr().out.splitlines()) > 10
 
 
