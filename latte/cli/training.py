@@ -26,8 +26,7 @@ RUN_PANEL, TASK_PANEL, COMMAND_PANEL = "The run", "The task", "The command"
 
 def task_command(name: str, help_: str) -> Any:
     """The command that trains on the task called `name`."""
-    if find_spec("transformers") is None or find_spec("accelerate") is None:
-        raise ValueError("training needs Transformers and Accelerate; pip install 'latte-attention[train]'")
+    require_training()
     kind = task_class(name)
 
     def train(**given: Any) -> int:
@@ -40,6 +39,12 @@ def task_command(name: str, help_: str) -> Any:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name, help=help_)(train)
     return typer.main.get_command(app)
+
+
+def require_training() -> None:
+    """Raise a ValueError where there is nothing to train with."""
+    if find_spec("transformers") is None or find_spec("accelerate") is None:
+        raise ValueError("training needs Transformers and Accelerate; pip install 'latte-attention[train]'")
 
 
 def option(name: str, kind: Any, default: Any = None, **words: Any) -> inspect.Parameter:

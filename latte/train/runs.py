@@ -79,6 +79,17 @@ def run(
     return Run(task, settings, resume, overwrite, objective, display or Display()).perform()
 
 
+def ended(task: Task, settings: RunSettings) -> Result | None:
+    """What came of the run in `settings.output`, if it has ended; raises ValueError where it was of other settings."""
+    path = settings.output / RESULT_FILE
+    if not path.is_file():
+        return None
+    Run(task, settings, True, False, None, Display())._check_folder()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    places = {"output": settings.output, "model": settings.output / "model"}
+    return Result(**(document | places)) if document["steps"] == settings.steps else None
+
+
 class Run:
     def __init__(
         self,
