@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from latte.train.checkpoints import write_text
+from latte.train.checkpoints import naming, write_text
 
 Values = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ class MetricsFile:
             write_text(path, "")
         elif path.exists():
             write_text(path, "".join(keep_until(path, after)))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("ab", buffering=0)  # nothing waits to be written when all is closed
 
     def write(self, record: Values) -> None:
         """Append a line; what is no finite number is null."""
@@ -42,12 +42,15 @@ class MetricsFile:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(values, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = memoryview((json.dumps(values, ensure_ascii=False) + "\n").encode())
+        with naming(self._path):
+            while line:
+                line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Wait until all is on the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
