@@ -201,13 +201,13 @@ def given_settings(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"--config {path}: there is no such file")
+        raise ValueError(f"{path}: there is no such file")
     try:
         document = jsonlib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--config {path}: it is no JSON ({error})") from error
+        raise ValueError(f"{path}: it is no JSON ({error})") from error
     if not isinstance(document, dict):
-        raise ValueError(f"--config {path}: it is no JSON object, as --show prints it")
+        raise ValueError(f"{path}: it is no JSON object, as --show prints it")
     return document
 
 

@@ -140,20 +140,23 @@ def verify(checkpoint: Checkpoint) -> None:
     name, path = checkpoint.path.name, checkpoint.path / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        files, format_, step = dict(manifest["files"]), manifest["format"], manifest["step"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = [(file, int(facts["bytes"]), facts["sha256"]) for file, facts in manifest["files"].items()]
+        format_, step = manifest["format"], manifest["step"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{name} is damaged: its {MANIFEST} cannot be read") from error
     if format_ != FORMAT:
         raise DamagedCheckpoint(f"{name} has format {format_}; this version of latte reads {FORMAT}")
     if step != checkpoint.step:
         raise DamagedCheckpoint(f"{name} is damaged: its {MANIFEST} is of step {step}")
-    for file, facts in files.items():
+    if not files:
+        raise DamagedCheckpoint(f"{name} is damaged: its {MANIFEST} names no files")
+    for file, length, sha256 in files:
         where = checkpoint.path / file
         size = where.stat().st_size if where.is_file() else None
-        if size != facts["bytes"]:
+        if size != length:
             found = "missing" if size is None else f"{size:,} bytes"
-            raise DamagedCheckpoint(f"{name} is damaged: {file} is {found}, {facts['bytes']:,} bytes were written")
-        if digest(where) != facts["sha256"]:
+            raise DamagedCheckpoint(f"{name} is damaged: {file} is {found}, {length:,} bytes were written")
+        if digest(where) != sha256:
             raise DamagedCheckpoint(f"{name} is damaged: {file} is not what was written (its sha256 differs)")
 
 

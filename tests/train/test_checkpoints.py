@@ -3,7 +3,9 @@
 import json
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,14 @@ def swap(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest | {"step": 7}))
 
 
+def list_files(files: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -86,6 +96,10 @@ def swap(folder: Path) -> None:
         (cut_manifest, [MANIFEST, "cannot be read"]),
         (lose_manifest, [MANIFEST, "cannot be read"]),
         (swap, ["is of step 7"]),
+        (list_files({}), ["names no files"]),
+        (list_files([]), [MANIFEST, "cannot be read"]),
+        (list_files({"weights": 5}), [MANIFEST, "cannot be read"]),
+        (list_files({"weights": {"bytes": "many", "sha256": ""}}), [MANIFEST, "cannot be read"]),
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(damage, words, checkpoints):
