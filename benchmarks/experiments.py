@@ -65,7 +65,8 @@ def split(pair: str) -> tuple[str, str]:
 def run(label: str, folder: Path) -> dict[str, Any]:
     """Settings, curves and the end of a run; the folder's files are those of `latte train`."""
     saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")  # texts may have other ends of lines
+    rows = [json.loads(line) for line in lines if line]
     checks = [row for row in rows if row["split"] == "validation"]
     metric = next(name for name in CURVES if name in checks[-1])
     whole = (folder / "result.json").exists()

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from latte.analysis.finite import not_finite_because
@@ -97,20 +98,35 @@ def read_pieces(
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     causal = all(form.causal for form in layer_forms(model))
-    core: Any = getattr(model, "base_model", model)  # without the head, whose logits nobody needs here
+    core: Any = getattr(model, "base_model", model)
     _check_reads_text(model, core)
+    read = _reader(model, core)
     cache, total = None, len(tokens)
     chunk = chunk if causal else total
     with _Recorder(model) as recorder:
         for start in range(0, total, chunk):
             part = tokens[None, start : start + chunk]
-            output = core(input_ids=part, past_key_values=cache, use_cache=True) if causal else core(input_ids=part)
+            output = read(input_ids=part, past_key_values=cache, use_cache=True) if causal else read(input_ids=part)
             cache = output.past_key_values if causal else None
             piece = Piece(start, recorder.take(start))
             _check_finite(model, piece)
             yield piece
             if progress is not None:
                 progress(min(start + chunk, total), total)
+
+
+def _reader(model: Any, core: Any) -> Callable[..., Any]:
+    """The model without its head, whose logits nobody needs here.
+
+    Of a model in shards (FSDP2) every call begins at the model itself, which gathers what lies around its layers.
+    """
+    if core is model or not (dist.is_available() and dist.is_initialized()):
+        return core
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    model._read = core.__call__
+    register_fsdp_forward_method(model, "_read")  # does nothing to a model that is not in shards
+    return model.__dict__.pop("_read")
 
 
 def _check_reads_text(model: Any, core: Any) -> None:

@@ -44,10 +44,10 @@ def _history(path: Path, records: list[dict[str, Any]]) -> UsageHistory:
     )  # fmt: skip
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[bytes]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file; name the metrics.jsonl of a training run")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in path.read_bytes().split(b"\n") if line.strip()]  # texts may have other ends of lines
 
 
 def _numbers(layers: list[list[dict[str, Any]]], word: str) -> Tensor:

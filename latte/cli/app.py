@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import latte
-from latte.cli import bench, convert, demo, evaluate, generate, inspect, train
+from latte.cli import bench, convert, demo, evaluate, generate, inspect, reproduce, train
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -18,6 +18,7 @@ app.command("demo")(demo.demo)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 

@@ -182,7 +182,7 @@ def encode(loaded: Loaded, data: bytes) -> Tensor:
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"the text to continue is not UTF-8: {error}; convert it first") from error
+            raise ValueError(f"the text is not UTF-8: {error}; convert it first") from error
         tokens = loaded.tokenizer(text)["input_ids"]
     if not tokens:
         raise ValueError("the text to continue is empty; give it at least one token")

@@ -21,6 +21,8 @@ class TaskCommands(TyperGroup):
     """Lists the tasks by name alone; the command of the one that is called has its settings as options."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in TASKS:
+            raise ValueError(f"task is {args[0]!r}; it must be one of {', '.join(map(repr, TASKS))}")
         name, command, rest = super().resolve_command(ctx, args)
         if name in TASKS:
             from latte.cli.training import task_command

@@ -26,8 +26,7 @@ RUN_PANEL, TASK_PANEL, COMMAND_PANEL = "The run", "The task", "The command"
 
 def task_command(name: str, help_: str) -> Any:
     """The command that trains on the task called `name`."""
-    if find_spec("transformers") is None or find_spec("accelerate") is None:
-        raise ValueError("training needs Transformers and Accelerate; pip install 'latte-attention[train]'")
+    require_training()
     kind = task_class(name)
 
     def train(**given: Any) -> int:
@@ -40,6 +39,12 @@ def task_command(name: str, help_: str) -> Any:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name, help=help_)(train)
     return typer.main.get_command(app)
+
+
+def require_training() -> None:
+    """Raise a ValueError where there is nothing to train with."""
+    if find_spec("transformers") is None or find_spec("accelerate") is None:
+        raise ValueError("training needs Transformers and Accelerate; pip install 'latte-attention[train]'")
 
 
 def option(name: str, kind: Any, default: Any = None, **words: Any) -> inspect.Parameter:
@@ -196,13 +201,13 @@ def given_settings(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"--config {path}: there is no such file")
+        raise ValueError(f"{path}: there is no such file")
     try:
         document = jsonlib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--config {path}: it is no JSON ({error})") from error
+        raise ValueError(f"{path}: it is no JSON ({error})") from error
     if not isinstance(document, dict):
-        raise ValueError(f"--config {path}: it is no JSON object, as --show prints it")
+        raise ValueError(f"{path}: it is no JSON object, as --show prints it")
     return document
 
 

@@ -119,14 +119,20 @@ class StoreWriter:
 
 def open_store(folder: Path) -> dict[str, np.ndarray]:
     """The arrays in a folder, mapped; ValueError if they are not what its manifest says."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    try:
+        sizes = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / MANIFEST} is damaged; delete {folder} to make it anew") from error
     arrays = {}
-    for name, size in manifest["bytes"].items():
+    for name, size in sizes.items():
         path = folder / f"{name}.npy"
         found = path.stat().st_size if path.exists() else None
         if found != size:
             raise ValueError(f"{path} has {found or 'no'} bytes where {size} were written; delete {folder}")
-        arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}); delete {folder}") from error
     return arrays
 
 

@@ -7,12 +7,14 @@ is written last; then it is renamed. What a crash leaves behind has the other na
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
@@ -54,7 +56,7 @@ class Checkpoints:
             fill(partial)
             write_manifest(partial, step)
             replace_folder(partial, final)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise self._cannot_save(step, error) from error
         except BaseException:
@@ -62,12 +64,11 @@ class Checkpoints:
             raise
         return Checkpoint(final, step)
 
-    def _cannot_save(self, step: int, error: OSError) -> OSError:
+    def _cannot_save(self, step: int, error: Exception) -> OSError:
         whole = self.all()
         last = f"the last whole one is {whole[-1].path}" if whole else "there is none before it"
-        reason = error.strerror or str(error)
         return OSError(
-            f"the checkpoint of step {step} cannot be written to {self.folder}: {reason}; {last}. "
+            f"the checkpoint of step {step} cannot be written to {self.folder}: {reason_of(error)}; {last}. "
             "Make room, then go on with --resume"
         )
 
@@ -111,6 +112,20 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What cannot be written as an OSError that names it. Of safetensors, which does its own writing, it is none."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path} cannot be written: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Without the number and the name, where the system has given them."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def write_manifest(folder: Path, step: int) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -125,20 +140,23 @@ def verify(checkpoint: Checkpoint) -> None:
     name, path = checkpoint.path.name, checkpoint.path / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        files, format_, step = dict(manifest["files"]), manifest["format"], manifest["step"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = [(file, int(facts["bytes"]), facts["sha256"]) for file, facts in manifest["files"].items()]
+        format_, step = manifest["format"], manifest["step"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{name} is damaged: its {MANIFEST} cannot be read") from error
     if format_ != FORMAT:
         raise DamagedCheckpoint(f"{name} has format {format_}; this version of latte reads {FORMAT}")
     if step != checkpoint.step:
         raise DamagedCheckpoint(f"{name} is damaged: its {MANIFEST} is of step {step}")
-    for file, facts in files.items():
+    if not files:
+        raise DamagedCheckpoint(f"{name} is damaged: its {MANIFEST} names no files")
+    for file, length, sha256 in files:
         where = checkpoint.path / file
         size = where.stat().st_size if where.is_file() else None
-        if size != facts["bytes"]:
+        if size != length:
             found = "missing" if size is None else f"{size:,} bytes"
-            raise DamagedCheckpoint(f"{name} is damaged: {file} is {found}, {facts['bytes']:,} bytes were written")
-        if digest(where) != facts["sha256"]:
+            raise DamagedCheckpoint(f"{name} is damaged: {file} is {found}, {length:,} bytes were written")
+        if digest(where) != sha256:
             raise DamagedCheckpoint(f"{name} is damaged: {file} is not what was written (its sha256 differs)")
 
 
@@ -180,11 +198,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     partial = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with naming(path):
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
     except BaseException:
         with suppress(FileNotFoundError):
             partial.unlink()

@@ -92,6 +92,7 @@ class Engine(Trainer):
         self.after_step = after_step
         self.use_cache = use_cache  # Trainer has switched it off
         self.data_seconds = 0.0  # waited for examples since the last record
+        self.learning_rate = 0.0  # of the step that was begun last
         self._micro_losses: list[Tensor] = []
         self._micro_parts: list[Mapping[str, Tensor]] = []
 
@@ -120,6 +121,7 @@ class Engine(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """The micro batches of a step on the device, and the items in all of them, of all processes."""
+        self.learning_rate = self.raw_optimizer.param_groups[0]["lr"]  # when records are due, it is the next step's
         begun = time.perf_counter()
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         self.data_seconds += time.perf_counter() - begun

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from latte.tasks.base import Batch
-from latte.train.checkpoints import write_json
+from latte.train.checkpoints import naming, write_json
 from latte.train.distributed import world_size
 from latte.train.states import whole
 
@@ -113,7 +113,8 @@ def write_evidence(folder: Path, fault: Diverged, batch: Batch, facts: Mapping[s
     """Write down the step that went wrong and what it had learned from; returns the folder."""
     place = folder / f"step-{fault.reading.step:08d}"
     place.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in batch.items()}, place / "batch.safetensors")
+    with naming(place):
+        save_file({name: tensor.contiguous() for name, tensor in batch.items()}, place / "batch.safetensors")
     report = {
         "step": fault.reading.step,
         "reason": str(fault),

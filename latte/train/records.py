@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from latte.train.checkpoints import write_text
+from latte.train.checkpoints import naming, write_text
 
 Values = Mapping[str, Any]
 
@@ -33,8 +33,8 @@ class MetricsFile:
         if after is None:
             write_text(path, "")
         elif path.exists():
-            write_text(path, "".join(keep_until(path.read_text(encoding="utf-8"), after)))
-        self._file = path.open("a", encoding="utf-8")
+            write_text(path, "".join(keep_until(path, after)))
+        self._path, self._file = path, path.open("ab", buffering=0)  # nothing waits to be written when all is closed
 
     def write(self, record: Values) -> None:
         """Append a line; what is no finite number is null."""
@@ -42,34 +42,42 @@ class MetricsFile:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(values, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = memoryview((json.dumps(values, ensure_ascii=False) + "\n").encode())
+        with naming(self._path):
+            while line:
+                line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Wait until all is on the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
 
-def keep_until(text: str, step: int) -> list[str]:
+def keep_until(path: Path, step: int) -> list[str]:
     kept = []
-    for line in text.splitlines(keepends=True):
+    for line in whole_lines(path):
         try:
             record = json.loads(line)
             past = record["step"] <= step and record["split"] != "test"
         except (ValueError, TypeError, KeyError):
-            continue  # cut off while it was written, or not written by a run
-        if line.endswith("\n") and past:
-            kept.append(line)
+            continue  # damaged, or not written by a run
+        if past:
+            kept.append(line.decode())
     return kept
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Lines that were written to their end. A record's texts may have other ends of lines in them, and a crash may
+    have cut the last line within a letter."""
+    return [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line that is being written is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 class TensorBoard:

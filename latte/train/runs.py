@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 import latte
 from latte.tasks.base import Task, TaskData
 from latte.train.building import check_words, compile_layers, count_parameters, find_device, make_arguments, make_model
-from latte.train.checkpoints import PARTIAL, Checkpoint, Checkpoints, point_to, replace_folder, write_json
+from latte.train.checkpoints import PARTIAL, Checkpoint, Checkpoints, naming, point_to, replace_folder, write_json
 from latte.train.distillation import Distillation
 from latte.train.distributed import is_main, launched_rank, on_main, shard, world_size
 from latte.train.engine import STATE_FILE, Engine, Memory
@@ -77,6 +77,17 @@ def run(
     if task.seed != settings.data_seed:
         raise ValueError(f"the task's seed is {task.seed} and data_seed {settings.data_seed}; make them the same")
     return Run(task, settings, resume, overwrite, objective, display or Display()).perform()
+
+
+def ended(task: Task, settings: RunSettings) -> Result | None:
+    """What came of the run in `settings.output`, if it has ended; raises ValueError where it was of other settings."""
+    path = settings.output / RESULT_FILE
+    if not path.is_file():
+        return None
+    Run(task, settings, True, False, None, Display())._check_folder()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    places = {"output": settings.output, "model": settings.output / "model"}
+    return Result(**(document | places)) if document["steps"] == settings.steps else None
 
 
 class Run:
@@ -311,8 +322,9 @@ class Run:
     def _write_model(self, engine: Engine, weights: Mapping[str, Any] | None) -> None:
         partial = self.folder / f"{PARTIAL}model"
         shutil.rmtree(partial, ignore_errors=True)
-        engine.save_weights(partial, weights)
-        replace_folder(partial, self.folder / "model")
+        with naming(self.folder / "model"):
+            engine.save_weights(partial, weights)
+            replace_folder(partial, self.folder / "model")
 
 
 def check_learning(settings: RunSettings) -> None:

@@ -121,7 +121,7 @@ class Session:
                 for part in readings[0].parts
             },
             "gradient_norm": readings[-1].gradient,
-            "learning_rate": engine.lr_scheduler.optimizer.param_groups[0]["lr"],
+            "learning_rate": engine.learning_rate,
             "tokens_per_second": self.tokens(step - self._logged_at) / max(seconds, 1e-9),
             "data_share": min(1.0, engine.data_seconds / max(seconds, 1e-9)),
             "memory_bytes": memory_bytes(self.device),

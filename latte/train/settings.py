@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 ATTENTION_WORDS = ("num_latents", "window", "window_head_dim", "mixer", "conv_size", "mixer_blocks")
 """Words of a model that say what kind of attention it has, in place of how large it is."""
 
+SIZE_WORDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_heads", "num_value_heads", "head_dim")
+"""Words of a model that say how large it is; what a preset leaves out is None."""
+
 SEEDS = 2**32  # as many as NumPy takes
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -210,12 +213,20 @@ def make_plan(
     plan = find_plan(kind, budget)
     given = {"output": Path("runs") / kind.name, **run}
     other = given.get("preset", plan.preset) != plan.preset
-    if budget is not None and other:
-        size = {word: value for word, value in plan.model.items() if word not in ATTENTION_WORDS}
-        given["words"] = {**size, **given.get("words", {})}
+    if budget is not None and other and given.get("preset") is not None:
+        given["words"] = {**size_of(plan, given["preset"]), **given.get("words", {})}
     own = {**plan.settings, **tokenizer_of(given.get("model"), kind), **settings}
     made = from_words(kind.settings_class, own, "the settings")
     return RunPlan(kind.name, made, RunSettings.for_plan(plan, **given))
+
+
+def size_of(plan: "Plan", preset: str) -> dict[str, Any]:
+    """The words that give another preset the size of the plan's model, and all else that is not its attention."""
+    from latte.models.presets import preset_settings  # Transformers takes a while to load
+
+    theirs, own = preset_settings(preset), {} if plan.preset is None else preset_settings(plan.preset)
+    size = {word: own.get(word) for word in SIZE_WORDS if own and own.get(word) != theirs.get(word)}
+    return {**size, **{word: value for word, value in plan.model.items() if word not in ATTENTION_WORDS}}
 
 
 def tokenizer_of(model: Path | None, kind: "type[Task]") -> dict[str, str]:

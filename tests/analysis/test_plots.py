@@ -102,10 +102,10 @@ def metrics(request, tmp_path):
     for step in (0, 10, 25):
         with torch.no_grad(), UsageMeter(model) as meter:
             model(make_tokens(1, T, seed=step))
-        lines.append({"step": step, "split": "train", "loss": 1.0})
+        lines.append({"step": step, "split": "samples", "texts": [{"text": "a\u2028b\x85c"}]})
         lines.append({"step": step, "split": "usage", "layers": [layer.record() for layer in meter.layers()]})
     path = tmp_path / "metrics.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return path, lines
 
 

@@ -52,7 +52,8 @@ def written(tmp_path: Path) -> Path:
     run.mkdir()
     (run / "run.json").write_text(json.dumps(RUN))
     (run / "result.json").write_text(json.dumps(RESULT))
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, METRICS)))
+    samples = json.dumps({"step": 1, "split": "samples", "texts": [{"text": "a\u2028b"}]}, ensure_ascii=False)
+    (run / "metrics.jsonl").write_text("\n".join([*map(json.dumps, METRICS), samples]), encoding="utf-8")
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
     output = tmp_path / "results" / "h200-mqar.json"
     output.parent.mkdir()

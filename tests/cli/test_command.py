@@ -32,6 +32,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         ["convert"],
         ["evaluate"],
         ["inspect"],
+        ["reproduce"],
         ["bench"],
         ["bench", "ops"],
         ["bench", "decode"],
@@ -49,7 +50,7 @@ def test_every_command_has_help(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "listed"),
     [
-        ([], ["demo", "train", "generate", "convert", "evaluate", "inspect", "bench"]),
+        ([], ["demo", "train", "generate", "convert", "evaluate", "inspect", "bench", "reproduce"]),
         (["bench"], ["ops", "decode", "model"]),
     ],
 )

@@ -108,6 +108,7 @@ def test_resuming_needs_nothing_but_the_folder(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["mqra"], ["mqra", "'mqar'"]),
+        (["espresso"], ["task is 'espresso'", "'lm'", "'image'"]),
         (["mqar", "--preset", "espresso"], ["preset is 'espresso'", "'macchiato-tiny'"]),
         (["mqar", "--budget", "papr"], ["papr", "paper"]),
         (["mqar", "--pairs", "2,x"], ["--pairs", "'2,x'", "int"]),

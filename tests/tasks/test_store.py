@@ -106,6 +106,24 @@ def test_a_damaged_store_is_refused(tmp_path, damage):
         stored(str(tmp_path), "numbers", {}, write_numbers)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"bytes": 5}', "\xff"])
+def test_a_damaged_manifest_is_named(content, tmp_path):
+    stored(str(tmp_path), "numbers", {"seed": 7}, write_numbers)
+    (folder,) = tmp_path.iterdir()
+    (folder / "manifest.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged; delete .* to make it anew"):
+        open_store(folder)
+
+
+def test_a_damaged_array_is_named(tmp_path):
+    stored(str(tmp_path), "numbers", {"seed": 7}, write_numbers)
+    (folder,) = tmp_path.iterdir()
+    size = (folder / "rows.npy").stat().st_size
+    (folder / "rows.npy").write_bytes(bytes(size))
+    with pytest.raises(ValueError, match=r"rows\.npy is damaged .*; delete"):
+        open_store(folder)
+
+
 def test_the_manifest_says_what_is_there(tmp_path):
     stored(str(tmp_path), "numbers", {"seed": 7}, write_numbers)
     (folder,) = tmp_path.iterdir()

@@ -3,11 +3,25 @@
 import json
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from latte.train.checkpoints import MANIFEST, Checkpoints, DamagedCheckpoint, point_to, verify, write_json
+from latte.train.checkpoints import (
+    MANIFEST,
+    Checkpoints,
+    DamagedCheckpoint,
+    naming,
+    point_to,
+    verify,
+    write_json,
+    write_text,
+)
+from latte.train.records import MetricsFile
 from tests.train import tiny
 
 
@@ -65,6 +79,14 @@ def swap(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest | {"step": 7}))
 
 
+def list_files(files: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -74,6 +96,10 @@ def swap(folder: Path) -> None:
         (cut_manifest, [MANIFEST, "cannot be read"]),
         (lose_manifest, [MANIFEST, "cannot be read"]),
         (swap, ["is of step 7"]),
+        (list_files({}), ["names no files"]),
+        (list_files([]), [MANIFEST, "cannot be read"]),
+        (list_files({"weights": 5}), [MANIFEST, "cannot be read"]),
+        (list_files({"weights": {"bytes": "many", "sha256": ""}}), [MANIFEST, "cannot be read"]),
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(damage, words, checkpoints):
@@ -167,6 +193,32 @@ def write_with_a_small_disk(folder: Path) -> None:
 
 def test_a_full_disk(checkpoints):
     assert tiny.in_process(write_with_a_small_disk, checkpoints.folder) == 0
+    assert checkpoints.newest(pytest.fail).step == 100
+
+
+def save_tensors(folder: Path) -> None:
+    save_file({"weight": torch.zeros(2000)}, folder / "model.safetensors")
+
+
+def write_tensors_with_a_small_disk(folder: Path) -> None:
+    """Safetensors writes by itself, and its errors are no OSError."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    with pytest.raises(OSError, match=r"step 200 cannot be written to .*File too large.* the last whole one is .*100"):
+        Checkpoints(folder).write(200, save_tensors)
+    assert not list(folder.glob(".*"))
+    with pytest.raises(OSError, match=r"model cannot be written: .*File too large"), naming(folder / "model"):
+        save_tensors(folder)
+    with pytest.raises(OSError, match=r"run\.json cannot be written: File too large"):
+        write_text(folder / "run.json", "x" * 4000)
+    metrics = MetricsFile(folder / "metrics.jsonl", None)
+    with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written: File too large"):
+        metrics.write({"step": 1, "split": "train", "text": "x" * 4000})
+    metrics.close()
+
+
+def test_a_full_disk_for_tensors_and_records(checkpoints):
+    assert tiny.in_process(write_tensors_with_a_small_disk, checkpoints.folder) == 0
     assert checkpoints.newest(pytest.fail).step == 100
 
 

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from latte.analysis import measure
+from latte.models import LatteConfig, LatteForCausalLM
 from latte.train import Display, Diverged, read_metrics, run
+from latte.train.distributed import shard
 from latte.train.engine import Engine
 from latte.train.objective import NextToken
 from tests.train import tiny
@@ -92,6 +95,30 @@ def test_shards(tmp_path, undisturbed):
     assert launch(train_and_look, output) == [0, 0]
     assert_same_losses(output, undisturbed)
     assert_same_weights(output, undisturbed)
+
+
+def measure_shards(output: Path) -> None:
+    """The first call of a sharded model, and those after, give what the whole model gives."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = LatteForCausalLM(LatteConfig.from_preset("macchiato-tiny", vocab_size=tiny.PRIME, **tiny.SMALL)).eval()
+    tokens = torch.arange(40) % tiny.PRIME
+    expected = [layer.usage for layer in measure(model, tokens, chunk=16)]
+    shard(model, torch.device("cpu"))
+    names = set(vars(model))
+    model.set_reshard_after_forward(True, recurse=False)
+    for _ in range(2):
+        for layer, wanted in zip(measure(model, tokens, chunk=16), expected, strict=True):
+            assert layer.usage is not None
+            assert wanted is not None
+            torch.testing.assert_close(layer.usage.usage, wanted.usage)
+        with torch.no_grad():
+            assert model(tokens[None]).logits.shape == (1, 40, tiny.PRIME)
+    assert set(vars(model)) == names
+
+
+def test_sharded_models_can_be_looked_at(tmp_path):
+    assert launch(measure_shards, tmp_path) == [0, 0]
 
 
 def test_usage_counts_what_is_shown_again_once(tmp_path):

@@ -39,6 +39,26 @@ def test_a_line_that_a_crash_has_cut(tmp_path):
     assert read_steps(path) == [1, 2, 3]
 
 
+def test_texts_may_have_any_letter(tmp_path):
+    """Unicode has ends of lines that are none in JSON lines, and models write them; a crash may cut within a letter."""
+    path = tmp_path / "metrics.jsonl"
+    texts = [{"prompt": "a\u2028b\x85c\x0bd\r\n", "text": "\u2029é"}]
+    records = Records(MetricsFile(path, None), [])
+    records.write_texts(1, "samples", texts)
+    records.close()
+    expected = [{"step": 1, "split": "samples", "texts": texts}]
+    assert read_metrics(path) == expected
+    with path.open("ab") as file:
+        file.write('{"step": 2, "split": "samples", "texts": [{"text": "é'.encode()[:-1])
+    assert read_metrics(path) == expected
+    MetricsFile(path, 1).close()
+    assert read_metrics(path) == expected
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "split": "samples\xff"}\n')
+    MetricsFile(path, 3).close()
+    assert read_metrics(path) == expected
+
+
 @pytest.mark.parametrize("line", ["[1]", "1", "null", '"step"', "{}", '{"step": 1}', '{"step": "1", "split": "train"}'])
 def test_a_line_that_is_no_record(line, tmp_path):
     path = tmp_path / "metrics.jsonl"

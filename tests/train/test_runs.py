@@ -100,7 +100,8 @@ def test_metrics(undisturbed):
     assert [record["step"] for record in test] == [12]
     assert train[-1]["tokens"] == 12 * 4 * 9
     assert train[0]["seconds"] < train[-1]["seconds"]
-    assert train[1]["learning_rate"] == pytest.approx(1e-2)
+    rates = [1e-2 * rate_at(step, tiny.settings(undisturbed)) for step in range(12)]
+    assert [record["learning_rate"] for record in train] == pytest.approx(rates)  # each step's own
     model = LatteForCausalLM.from_pretrained(undisturbed / "model")
     data = tiny.task().prepare()
     batch = data.collate([data.validation[index] for index in range(7)])

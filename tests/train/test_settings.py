@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from latte.models import LatteConfig
 from latte.tasks import TASKS, task_class
 from latte.train import RunPlan, RunSettings, make_plan
 from latte.train.settings import CHANGEABLE, differences
@@ -46,6 +47,21 @@ def test_a_preset_alone_is_that_model_and_beside_a_budget_has_its_size():
     assert "num_latents" not in sized.run.words
     chosen = make_plan(kind, budget="paper", run={"preset": "latte", "words": {"hidden_size": 96}}, settings={})
     assert chosen.run.words["hidden_size"] == 96
+
+
+@pytest.mark.parametrize("task", ["lm", "mqar"])
+def test_beside_a_budget_a_preset_has_the_size_that_the_budgets_own_preset_has(task):
+    """The plan's own words need not name it: its preset does."""
+    kind = task_class(task)
+    for preset in ("latte-r-swa++", "transformer-2.6b"):
+        own = make_plan(kind, budget="default", run={}, settings={}).run
+        sized = make_plan(kind, budget="default", run={"preset": preset}, settings={}).run
+        expected, made = (LatteConfig.from_preset(run.preset, **run.words) for run in (own, sized))
+        for word in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_heads", "num_value_heads"):
+            assert getattr(made, word) == getattr(expected, word)
+        assert made.head_dim == expected.head_dim
+        given = LatteConfig.from_preset(preset)
+        assert (made.num_latents, made.mixer) == (given.num_latents, given.mixer)
 
 
 def test_what_may_change():

@@ -22,7 +22,7 @@ from latte.tasks.workers import available_cores
 
 Progress = Callable[[str, int, int], None]
 WORTH_A_PROCESS = 8 << 20  # bytes of sources, below which starting processes takes longer than it saves
-BPE_VERSION = 1
+BPE_VERSION = 2
 
 
 def prepare_text(

@@ -17,6 +17,7 @@ FORMAT = 1
 SHARD_TOKENS = 1 << 27
 MANIFEST = "manifest.json"
 TABLE = "documents.npy"
+WORDS = ("tokenizer", "sources", "documents", "tokens", "bytes", "dtype", "shards", "table")  # of a manifest
 DOCUMENT = np.dtype([("end", "<i8"), ("bytes", "<i8"), ("digest", "<u8")])  # ends count all tokens before them
 
 
@@ -88,13 +89,16 @@ class PreparedText:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            read = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise self._damaged(f"there is no {MANIFEST}") from error
         except ValueError as error:
             raise self._damaged(f"{MANIFEST} is no JSON document") from error
+        self.manifest: dict[str, Any] = read if isinstance(read, dict) else {}
         if self.manifest.get("format") != FORMAT:
             raise self._damaged(f"its format is {self.manifest.get('format')}, and this version reads {FORMAT}")
+        if missing := [word for word in WORDS if word not in self.manifest]:
+            raise self._damaged(f"{MANIFEST} has no {', '.join(missing)}")
         self.dtype = np.dtype(self.manifest["dtype"])
         self._check_sizes()
 

@@ -119,9 +119,10 @@ class LanguageModelling(Task[LanguageModellingSettings]):
         windows = Windows(stream, self.settings.context, separate, begin)
         if not len(windows):
             more = "held_out, or name a validation text" if part == "validation" else "the text"
+            shorter = f"choose at most {spans.tokens}, or " if spans.tokens > 1 else ""
             raise ValueError(
                 f"context is {self.settings.context}, longer than the {part} text of {spans.tokens} tokens; "
-                f"choose at most {spans.tokens}, or enlarge {more}"
+                f"{shorter}enlarge {more}"
             )
         return windows
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,6 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 USUAL_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 BYTES = 256
 MOST = 2**24  # entries of a BPE: room for all is taken at once, and its library ends the process where it gets none
+LONG_WORD = re.compile(r"\S{1000}|\s{1000}")
 UNLIMITED = int(1e30)  # what Transformers takes for no limit
 
 
@@ -89,8 +90,18 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    pipeline.train_from_iterator(texts, trainer)
+    pipeline.train_from_iterator(cut_words(texts), trainer)
     return pipeline
+
+
+def cut_words(texts: Iterable[str]) -> Iterator[str]:
+    """The same texts, cut within words that are very long: training takes the square of a word's length."""
+    for text in texts:
+        start = 0
+        for word in LONG_WORD.finditer(text):
+            yield text[start : word.end()]
+            start = word.end()
+        yield text[start:]
 
 
 def load_vocabulary(name: str, separator: str | None = None) -> Vocabulary:

@@ -191,6 +191,16 @@ def test_contexts_longer_than_the_text(tmp_path: Path) -> None:
         task(tmp_path, context=2000).prepare()
 
 
+def test_equal_documents_leave_nothing_to_validate_on(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the same text again " * 5)
+    settings = LanguageModellingSettings(
+        data=(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"), context=8, cache=f"{tmp_path}/cache"
+    )
+    with pytest.raises(ValueError, match=r"context is 8, .* validation text of 0 tokens; enlarge held_out, or name a"):
+        LanguageModelling(settings).prepare()
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [

@@ -240,6 +240,10 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
         damaged("json", lambda folder: os.truncate(folder / "manifest.json", 30))
     with pytest.raises(ValueError, match="its format is 0, and this version reads 1"):
         damaged("old", lambda folder: (folder / "manifest.json").write_text('{"format": 0}'))
+    with pytest.raises(ValueError, match=f"its format is None, and this version reads 1{remedy}"):
+        damaged("list", lambda folder: (folder / "manifest.json").write_text("[]"))
+    with pytest.raises(ValueError, match=f"manifest.json has no tokenizer, sources, .*, table{remedy}"):
+        damaged("bare", lambda folder: (folder / "manifest.json").write_text('{"format": 1}'))
     with pytest.raises(ValueError, match=r"documents\.npy cannot be read"):
         damaged("table", lambda folder: os.truncate(folder / "documents.npy", 20)).documents  # noqa: B018
     for name, change in (("flipped", flip), ("swapped", swap)):

@@ -1,5 +1,7 @@
 """Tokenizers of every kind, and what they make of a document."""
 
+import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from latte.tasks.text import byte_tokenizer
 from latte.tasks.text.encoding import Encoder, Piece
-from latte.tasks.text.vocabulary import bpe_size, load_vocabulary, train_bpe
+from latte.tasks.text.vocabulary import bpe_size, cut_words, load_vocabulary, train_bpe
 from tests.tasks.text.samples import make_text
 
 BYTES = byte_tokenizer()
@@ -106,6 +108,16 @@ def test_a_trained_bpe_is_of_the_wanted_size_and_the_same_each_time() -> None:
     assert first.get_vocab_size() == 400
     odd = "\x00 \U0001f600 never seen"
     assert first.decode(first.encode(odd).ids) == odd
+
+
+def test_a_bpe_is_trained_on_a_line_without_spaces() -> None:
+    """As of a genome, or a file that was made small: it took hours for a few million letters."""
+    line = "".join(random.Random(0).choices("ACGT", k=400_000))
+    begun = time.process_time()
+    trained = train_bpe(iter([line, " " * 400_000]), 300)
+    assert time.process_time() - begun < 20  # in one piece it takes minutes
+    assert trained.decode(trained.encode(line[:3000]).ids) == line[:3000]
+    assert list(cut_words(["a b\n", "", "x" * 2500 + " y"])) == ["a b\n", "", "x" * 1000, "x" * 1000, "x" * 500 + " y"]
 
 
 def test_large_vocabularies_take_four_bytes_a_token() -> None:
