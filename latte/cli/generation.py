@@ -122,7 +122,7 @@ def load(name: str, device: str, dtype: str, seed: int, note: Callable[[str], No
 
 
 def leave_to_us(settings: GenerationConfig) -> None:
-    """Of what a folder says of generating, drop what is this command's: it writes one text, from a cache it has read."""
+    """Of what a folder says of generating, drop what is this command's: it writes one text, from a cache of its own."""
     settings.num_beams = settings.num_return_sequences = 1
     settings.cache_implementation = None
 
