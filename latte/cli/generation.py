@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedConfig,
@@ -116,7 +117,14 @@ def load(name: str, device: str, dtype: str, seed: int, note: Callable[[str], No
         model = model.to(place, getattr(torch, kind))
     else:
         model = load_checkpoint(name, path, dtype, note).to(place)
+        leave_to_us(model.generation_config)
     return Loaded(model.eval(), find_tokenizer(name, path, model.config.vocab_size, note), name in PRESETS)
+
+
+def leave_to_us(settings: GenerationConfig) -> None:
+    """Of what a folder says of generating, drop what is this command's: it writes one text, from a cache of its own."""
+    settings.num_beams = settings.num_return_sequences = 1
+    settings.cache_implementation = None
 
 
 def load_checkpoint(name: str, path: Path, dtype: str, note: Callable[[str], None]) -> Any:

@@ -9,12 +9,12 @@ from transformers import (
 )
 
 from latte.models.backbone import LatteModel, LattePreTrainedModel
-from latte.models.cache import load_cache, save_cache
 from latte.models.causal_lm import LatteForCausalLM
 from latte.models.classification import LatteForPairClassification, LatteForSequenceClassification
 from latte.models.configuration import LatteConfig
 from latte.models.converted import LatteConvertedForCausalLM
 from latte.models.converted_configuration import LatteConvertedConfig
+from latte.models.prefix import load_cache, save_cache
 from latte.models.presets import PRESETS
 from latte.models.seq2seq import LatteForSeq2SeqLM
 

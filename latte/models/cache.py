@@ -6,25 +6,21 @@ where they are, as CUDA graphs need it.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
-    DynamicCache,
 )
 
 from latte.layers import AttentionOutput, AttentionState, LatteAttention, SoftmaxRoom, SoftmaxState, StepCounters
 from latte.models.configuration import STATE_LAYER, LatteConfig
 from latte.models.rollback import Recording, Step, map_tensors
-from latte.ops import LatteState, MacchiatoState, WindowState
+from latte.ops import MacchiatoState, WindowState
 from latte.ops.window_state import in_order
 
 
@@ -329,38 +325,6 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from _tensors_in(part)
 
 
-def save_cache(cache: Cache, path: str | Path, config: LatteConfig) -> None:
-    """Write the states of all layers as safetensors: a prefix that was read once need not be read again."""
-    named: dict[str, Tensor] = {}
-    for index, layer in enumerate(_state_layers(cache, config)):
-        if layer.state is None or (layer.recording is not None and layer.recording.cut):
-            raise ValueError("the cache has read nothing, or tokens were taken back since; run the model on it first")
-        named.update(_named(layer.movable_state(), f"layers.{index}"))
-    metadata = {"model_type": config.model_type, "seen": str(int(cache.get_seq_length())), "shape": _shape(config)}
-    own = {
-        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()
-    }  # masks are shared
-    save_file(own, path, metadata=metadata)
-
-
-def load_cache(path: str | Path, config: LatteConfig, device: str | torch.device = "cpu") -> DynamicCache:
-    """The cache that `save_cache` wrote, for a model of the same settings."""
-    cache = DynamicCache(config=config)
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        metadata = file.metadata() or {}
-        if metadata.get("shape") != _shape(config):
-            raise ValueError(
-                f"{path} is a cache of another model, whose settings are {metadata.get('shape')}; "
-                f"this one's are {_shape(config)}"
-            )
-        named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    for index, layer in enumerate(_state_layers(cache, config)):
-        layer.state = _state(named, f"layers.{index}", config)
-        layer.seen = int(metadata["seen"])
-        layer.is_initialized = True
-    return cache
-
-
 def check_cache(cache: Any, config: LatteConfig) -> None:
     """Raise ValueError unless `cache` has a layer of ours for each of the model's layers."""
     remedy = "make one with DynamicCache(config=model.config)"
@@ -375,42 +339,3 @@ def check_cache(cache: Any, config: LatteConfig) -> None:
         raise ValueError(
             f"past_key_values has layers of type {type(cache.layers[0]).__name__}; it is of another model: {remedy}"
         )
-
-
-def _state_layers(cache: Cache, config: LatteConfig) -> list[StateLayer]:
-    check_cache(cache, config)
-    return cache.layers  # pyright: ignore[reportReturnType]
-
-
-def _shape(config: LatteConfig) -> str:
-    words = ("num_hidden_layers", "hidden_size", "num_heads", "num_value_heads", "head_dim", "num_latents", "window")
-    words += ("window_head_dim", "mixer", "conv_size")
-    if config.feature_map is not None:
-        words += ("feature_map",)
-    return ", ".join(f"{word}={getattr(config, word)}" for word in words)
-
-
-def _named(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested named tuples with the path to each."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif tree is not None:
-        for field, part in zip(tree._fields, tree, strict=True):
-            yield from _named(part, f"{name}.{field}")
-
-
-def _state(named: dict[str, Tensor], name: str, config: LatteConfig) -> AttentionState:
-    """The state whose tensors `_named` has listed."""
-
-    def build(kind: type, path: str, **parts: Any) -> Any:
-        rest = {field: named.get(f"{path}.{field}") for field in kind._fields if field not in parts}
-        return kind(**parts, **rest)
-
-    path = f"{name}.attention"
-    if config.num_latents is None:
-        attention = build(SoftmaxState if config.window is None else WindowState, path)
-    elif config.window is None:
-        attention = build(LatteState, path)
-    else:
-        attention = build(MacchiatoState, path, latents=build(LatteState, f"{path}.latents"))
-    return build(AttentionState, name, attention=attention)

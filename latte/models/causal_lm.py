@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.configuration import LatteConfig
-from latte.models.continuation import new_tokens
+from latte.models.continuation import LatteGenerationMixin
 from latte.models.learned_positions import check_text
 from latte.ops.cross_entropy import linear_cross_entropy
 
@@ -31,7 +30,7 @@ class LanguageHead(nn.Linear):
         return linear_cross_entropy(hidden.flatten(0, -2), self.weight, targets.flatten(), **options)
 
 
-class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
+class LatteForCausalLM(LattePreTrainedModel, LatteGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
@@ -112,6 +111,8 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
         """Mean loss over the labels that count, or their sum divided by `num_items_in_batch`."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if shift_labels.shape != hidden.shape[:2]:
+            raise ValueError(f"labels has shape {list(shift_labels.shape)}; it must be {list(hidden.shape[:2])}")
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(hidden.device)
         return self.lm_head(
@@ -136,9 +137,8 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
             attention_mask = None
         if is_first_iteration and past_key_values is not None and (seen := int(past_key_values.get_seq_length())):
             length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-            next_sequence_length = new_tokens(
-                seen, length, next_sequence_length, attention_mask, kwargs.get("position_ids")
-            )
+            of_tokens = kwargs | {"attention_mask": attention_mask}
+            next_sequence_length = self._new_tokens(seen, length, next_sequence_length, of_tokens)
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, past_key_values, attention_mask, inputs_embeds, is_first_iteration,
             **kwargs,

@@ -206,6 +206,10 @@ class LatteConfig(PreTrainedConfig):
         if self.positions == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f'positions is "sinusoidal" and hidden_size {self.hidden_size}; make it even')
         check_scores(self.scale, self.softcap)
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps is {self.norm_eps}; it must be positive and finite")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range is {self.initializer_range}; it must be finite, and not negative")
         if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
             raise ValueError(
                 f"logits_softcap is {self.logits_softcap}; it must be positive and finite, or None for no cap"
@@ -239,6 +243,9 @@ class LatteConfig(PreTrainedConfig):
         share = given.get("partial_rotary_factor") or 1.0
         if self.has_scores and share != 1.0:
             raise ValueError(f"partial_rotary_factor is {share}; it must be 1: rotary positions turn all channels")
+        theta = given.get("rope_theta", self.default_theta)
+        if self.has_scores and not (isinstance(theta, (int, float)) and 0 < theta < math.inf):
+            raise ValueError(f"rope_theta is {theta!r}; it must be a positive number")
         width = self.window_head_dim or head_width(self.hidden_size, self.num_heads, self.head_dim)
         if self.has_scores and width % 2:
             raise ValueError(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
@@ -24,6 +23,7 @@ from latte.models.backbone import LatteLayer, LatteModel, LattePreTrainedModel
 from latte.models.cache import StateLayer, check_cache
 from latte.models.causal_lm import LanguageHead, LatteForCausalLM
 from latte.models.configuration import LatteConfig
+from latte.models.continuation import LatteGenerationMixin
 from latte.models.learned_positions import check_text
 from latte.models.padding import find_layout
 from latte.models.rollback import Step
@@ -218,8 +218,13 @@ class LatteEncoderDecoder(OwnPlans, LattePreTrainedModel):
         """Hidden states of the next target tokens; see `LatteForSeq2SeqLM`."""
         bounds = Bounds.take(kwargs, past_key_values)
         check_unpacked(kwargs)
+        if kwargs.pop("position_ids", None) is not None:
+            raise ValueError(
+                "position_ids is given; a source's tokens are counted, and a target's positions are "
+                "decoder_position_ids: leave it out"
+            )
         if past_key_values is not None:
-            check_pair(past_key_values, self.config)
+            check_pair(past_key_values, self.decoder.config)
         if encoder_outputs is None and not has_read(past_key_values):
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False,
@@ -242,7 +247,7 @@ class LatteEncoderDecoder(OwnPlans, LattePreTrainedModel):
         )  # fmt: skip
 
 
-class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
+class LatteForSeq2SeqLM(LattePreTrainedModel, LatteGenerationMixin):
     """Target tokens given a source. The source is summed up once; what a token costs does not depend on its length."""
 
     auto_class = "AutoModelForSeq2SeqLM"
@@ -361,6 +366,8 @@ class LatteForSeq2SeqLM(LattePreTrainedModel, GenerationMixin):
             check_text(input_ids, kwargs.get("decoder_attention_mask"), self.config.max_position_embeddings)
         if next_sequence_length == 1 and not is_first_iteration:
             kwargs.pop("decoder_attention_mask", None)
+        elif past_key_values is not None and (seen := int(past_key_values.get_seq_length())):
+            next_sequence_length = self._new_tokens(seen, input_ids.shape[1], next_sequence_length, kwargs)
         if has_read(past_key_values):
             kwargs = {name: x for name, x in kwargs.items() if name not in ("attention_mask", "encoder_outputs")}
         return super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,7 @@
 """`latte generate`: what goes to stdout and to stderr, and what it says of bad input."""
 
 import json
+import os
 import shutil
 from io import BytesIO
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_the_models_own_tokenizer(with_tokenizer, capsys):
     assert document["prompt_tokens"] == 3
     assert set(document["text"].split()) <= set(WORDS[1:])
     assert "byte" not in error
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3, "num_return_sequences": 2}, {"cache_implementation": "static"}],
+    ids=str,
+)
+def test_how_a_folder_would_generate_is_left_aside(settings, folder, tmp_path, capsys):
+    path = shutil.copytree(folder, tmp_path / "model")
+    words = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    (path / "generation_config.json").write_text(json.dumps(words | settings), encoding="utf-8")
+    options = ("--prompt", "abc", "--max-new-tokens", "9")
+    assert run(capsys, str(path), *options)[0]["tokens"] == run(capsys, folder, *options)[0]["tokens"]
 
 
 def test_a_preset_warns_of_its_random_weights(capsys):
@@ -230,6 +244,14 @@ def test_logits_that_are_not_finite(value, words, choice, folder, tmp_path, caps
     line = capsys.readouterr().err.splitlines()[-1]
     assert "error: the logits after 3 tokens are not finite, so that no token can be chosen" in line
     assert words in line
+
+
+def test_a_prompt_that_is_not_utf8(folder, with_tokenizer, capsys):
+    """Python has such bytes of the command line as characters of their own."""
+    typed = os.fsdecode(b"caf\xff")
+    assert run(capsys, folder, "--prompt", typed, "--max-new-tokens", "1")[0]["prompt_tokens"] == 4
+    assert main(["generate", with_tokenizer, "--prompt", typed]) == 2
+    assert "latte: error: the text to continue is not UTF-8: " in capsys.readouterr().err
 
 
 def test_text_that_is_not_utf8(with_tokenizer, tmp_path, capsys):

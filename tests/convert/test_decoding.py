@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from latte.convert import convert
+from latte.models import load_cache, save_cache
 from latte.models.cache import tensors
 from tests.convert.sources import LATENTS, disturb_latents, make_source, make_tokens
 
@@ -43,6 +44,18 @@ def test_cut_anywhere_is_the_same(model, kind):
     tokens, cache = make_tokens(2, 43), make_cache(model, kind)
     parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 1, 3, 1, 17], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_prefix_can_be_saved(model, kind, tmp_path):
+    tokens, cache = make_tokens(2, 43), make_cache(model, kind)
+    model(tokens[:, :31], past_key_values=cache)
+    save_cache(cache, tmp_path / "prefix", model.config)
+    loaded = load_cache(tmp_path / "prefix", model.config)
+    torch.testing.assert_close(
+        model(tokens[:, 31:], past_key_values=loaded).logits, model(tokens).logits[:, 31:], **CLOSE
+    )
 
 
 @torch.no_grad()

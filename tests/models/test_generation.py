@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import transformers
-from packaging import version
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache, TextStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -11,10 +9,6 @@ from transformers.generation.streamers import BaseStreamer
 from tests.models.forms import FORMS, MAIN_FORMS, assert_same_cache, greedy, make_model, make_tokens, padded
 
 PROMPT = 23  # longer than the window
-GOES_ON_IN_CHUNKS = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.21"),
-    reason="Transformers before 5.21 reads the whole text in chunks, whatever the cache has read",
-)
 
 
 def reference(model, tokens: Tensor, count: int = 9) -> Tensor:
@@ -87,19 +81,23 @@ def test_from_embeddings(form):
     model, tokens = make_model(form), make_tokens(2, PROMPT)
     embeds = model.get_input_embeddings()(tokens)
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    assert torch.equal(model.generate(inputs_embeds=embeds, **options), reference(model, tokens))
+    expected = reference(model, tokens)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected)
+    for chunk in (1, 5, 64):
+        assert torch.equal(model.generate(inputs_embeds=embeds, prefill_chunk_size=chunk, **options), expected)
 
 
+@pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("form", MAIN_FORMS)
-def test_a_conversation_goes_on(form, kind):
+def test_a_conversation_goes_on(form, kind, chunk):
     """The cache of one turn is where the next begins: only what is new is read."""
     model, tokens = make_model(form), make_tokens(1, PROMPT)
     config = model.config
     cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=64)
     text = tokens
     for turn in range(3):
-        answer = greedy(model, text, count=6, past_key_values=cache)
+        answer = greedy(model, text, count=6, past_key_values=cache, prefill_chunk_size=chunk)
         assert torch.equal(answer, reference(model, text, 6))
         text = torch.cat([text, answer, make_tokens(1, 4, seed=turn)], dim=1)
         assert int(cache.get_seq_length()) == text.shape[1] - 5  # all but the last answer and the new words
@@ -123,7 +121,7 @@ def test_a_conversation_goes_on_with_drafts(form, how):
 @pytest.mark.parametrize("cut", [PROMPT, PROMPT - 3])
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"prefill_chunk_size": 4}, marks=GOES_ON_IN_CHUNKS), {"prompt_lookup_num_tokens": 3}],
+    [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}],
     ids=str,
 )
 def test_a_text_that_the_cache_has_read_has_nothing_to_go_on_from(options, cut, kind):
@@ -134,13 +132,13 @@ def test_a_text_that_the_cache_has_read_has_nothing_to_go_on_from(options, cut, 
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     message = rf"has read {PROMPT} tokens, and the text has no more"
-    if kind == "static" and "prompt_lookup_num_tokens" in options:
+    if kind == "static" and options.keys() & {"prompt_lookup_num_tokens", "assistant_early_exit"}:
         message = "[Ss]tatic"
     with pytest.raises(ValueError, match=message):
         greedy(model, tokens[:, :cut], past_key_values=cache, **options)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"prefill_chunk_size": 2}, marks=GOES_ON_IN_CHUNKS)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}], ids=str)
 def test_what_is_new_may_be_given_alone_or_with_the_text_before(options):
     model, tokens = make_model("macchiato"), make_tokens(1, PROMPT)
     expected, mask = reference(model, tokens), torch.ones_like(tokens)
@@ -209,6 +207,13 @@ def test_assisted_by_a_draft_model(form):
         )  # fmt: skip
         assert torch.equal(output.sequences[:, PROMPT:], expected)
         assert output.past_key_values.get_seq_length() == PROMPT + 24
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_from_the_first_layers(form):
+    model, tokens = make_model(form), make_tokens(1, PROMPT)
+    assert torch.equal(greedy(model, tokens, assistant_early_exit=1), reference(model, tokens))
+    assert model.config.num_hidden_layers == 2
 
 
 def nearly(model):

@@ -79,6 +79,14 @@ def test_labels_that_are_shifted_already(tokens):
     torch.testing.assert_close(actual, plain_loss(model, tokens, tokens), **CLOSE)
 
 
+def test_labels_of_another_shape_are_refused(tokens):
+    model = make_model("macchiato")
+    batch, length = tokens.shape
+    for labels in (tokens[:, :-1], tokens[:1], tokens[0]):
+        with pytest.raises(ValueError, match=rf"labels has shape .*; it must be \[{batch}, {length}\]"):
+            model(tokens, labels=labels)
+
+
 def test_another_index_to_ignore(tokens):
     model = make_model("macchiato")
     labels = tokens.masked_fill(tokens > 50, 7)

@@ -352,6 +352,10 @@ def test_wrong_inputs():
         model(ids, decoder_input_ids=ids, past_key_values=make_cache(make(num_hidden_layers=1)))
     with pytest.raises(ValueError, match="seq_idx is given; this model takes one sequence per row"):
         model(ids, decoder_input_ids=ids, seq_idx=ids)
+    with pytest.raises(ValueError, match="position_ids is given; a source's tokens are counted"):
+        model(ids, decoder_input_ids=ids, position_ids=ids)
+    with pytest.raises(ValueError, match="past_key_values has 1 layers and the model 2"):  # a draft that leaves early
+        model.generate(ids[:1], **GREEDY, decoder_start_token_id=1, assistant_early_exit=1)
     bounds = torch.tensor([0, ids.shape[1]])
     with pytest.raises(ValueError, match="cu_seq_lens_q bounds the targets and cu_seq_lens_k the sources; give both"):
         model(ids, decoder_input_ids=ids, cu_seq_lens_q=bounds)
