@@ -197,6 +197,8 @@ class LatteConfig(PreTrainedConfig):
         check_choice("feedforward", self.feedforward, FEEDFORWARDS)
         check_choice("positions", self.positions, POSITIONS)
         check_choice("pooling", self.pooling, POOLINGS)
+        if self.num_labels == 0:  # as whatever is below 1 was made
+            raise ValueError("num_labels is below 1; a classifier has one label or more")
         self._check_inputs()
         self._check_tokens()
         if self.activation is not None:
