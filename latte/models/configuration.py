@@ -114,6 +114,8 @@ class LatteConfig(PreTrainedConfig):
         self.head_dim = head_width(self.hidden_size, self.num_heads, self.head_dim)
         self.num_value_heads = value_heads(self.num_heads, self.num_value_heads)
         kwargs.pop("auto_map", None)  # how to find this class, which is found
+        if kwargs.get("num_labels") is not None:
+            check_count("num_labels", kwargs["num_labels"])
         super().__post_init__(**kwargs)
         if not self.has_scores:  # by which Transformers knows a model without rotary positions
             del self.rope_parameters
@@ -197,8 +199,6 @@ class LatteConfig(PreTrainedConfig):
         check_choice("feedforward", self.feedforward, FEEDFORWARDS)
         check_choice("positions", self.positions, POSITIONS)
         check_choice("pooling", self.pooling, POOLINGS)
-        if self.num_labels == 0:  # as whatever is below 1 was made
-            raise ValueError("num_labels is below 1; a classifier has one label or more")
         self._check_inputs()
         self._check_tokens()
         if self.activation is not None:
