@@ -207,6 +207,9 @@ def test_a_haystack_is_read_as_far_as_the_longest_prompt_needs(place, tmp_path, 
 def test_no_such_model(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "nothing"), "--speed"]) == 2
     assert "there is no such folder" in error_line(capsys)
+    (tmp_path / "model.gguf").write_text("GGUF")
+    assert main(["evaluate", str(tmp_path / "model.gguf"), "--speed"]) == 2
+    assert "it is a file; name a folder that save_pretrained or latte convert has written" in error_line(capsys)
 
 
 def test_losses_that_are_not_finite_are_told(place, tmp_path, capsys):
