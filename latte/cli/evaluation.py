@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from latte.cli.evaluate import Settings
 from latte.tasks import evaluation as measures
 from latte.tasks.evaluation.blimp import Pair
 from latte.tasks.evaluation.harness import require_harness
-from latte.tasks.evaluation.perplexity import perplexity_ratio
+from latte.tasks.evaluation.haystack import make_prompt
+from latte.tasks.evaluation.perplexity import check_lengths, perplexity_ratio
 from latte.tasks.evaluation.plot import check_plot, plot_perplexity
 from latte.tasks.evaluation.scoring import PROBE, text_config
 
@@ -61,6 +63,8 @@ def run(model: str, against: str | None, settings: Settings) -> list[Measured]:
     """The results of the model, and of the one beside it; there is one in memory at a time."""
     if settings.tasks:
         require_harness()
+    if settings.text:
+        check_windows(settings)
     examples = read_examples(settings)
     models = [name for name in (model, against) if name is not None]
     for name in models:  # the first may take hours before the second is read
@@ -72,6 +76,20 @@ def run(model: str, against: str | None, settings: Settings) -> list[Measured]:
             f"out of memory: {' '.join(str(error).split())[:120]} …; use a smaller --batch-tokens or --chunk, "
             "shorter --lengths, or --dtype bfloat16"
         ) from error
+
+
+def span_of(settings: Settings) -> int:
+    """How many tokens of one text the longest windows need."""
+    return max(settings.lengths) * (SLIDING_SPANS if settings.mode == "sliding" else 1)
+
+
+def check_windows(settings: Settings) -> None:
+    check_lengths(settings.lengths, settings.mode, settings.stride)
+    if settings.max_tokens < span_of(settings):
+        raise ValueError(
+            f"--max-tokens {settings.max_tokens}: {settings.mode} windows of the longest length need at least "
+            f"{span_of(settings)}"
+        )
 
 
 def read_examples(settings: Settings) -> Examples:
@@ -93,6 +111,7 @@ def measure(name: str, settings: Settings, examples: Examples) -> Measured:
     warn_of_losses(name, scorer)
     measured.seconds["load"] = time.perf_counter() - start
     with_scorer = Measuring(measured, scorer, encoder, settings)
+    with_scorer.prepare()
     if settings.text:
         with_scorer.measure_perplexity()
     if settings.passkey:
@@ -158,6 +177,7 @@ class Measuring:
         self, measured: Measured, scorer: measures.Scorer, encoder: measures.Encoder, settings: Settings
     ) -> None:
         self.measured, self.scorer, self.encoder, self.settings = measured, scorer, encoder, settings
+        self.haystack: list[int] | None = None
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -166,10 +186,25 @@ class Measuring:
         self.measured.seconds[name] = time.perf_counter() - start
         note(f"{self.measured.name}: {name} took {self.measured.seconds[name]:.1f} s")
 
-    def measure_perplexity(self) -> None:
+    def prepare(self) -> None:
+        """Read all texts, and try the shortest and the longest prompt: what does not fit shows before hours of work."""
         options = self.settings
-        with self.timed("tokenize"):
-            texts = self.measured.texts = self.read_texts()
+        if options.passkey:
+            if options.haystack is not None:
+                most = max(options.max_tokens, *options.lengths)
+                documents = map(self.encode, self.documents([options.haystack]))
+                self.haystack = joined(documents, self.encoder.end, most)
+            for length in (options.lengths[0], options.lengths[-1]):
+                make_prompt(
+                    self.encoder, length, options.depths[0], random=Random(options.seed),
+                    distractors=options.distractors, haystack=self.haystack,
+                )  # fmt: skip
+        if options.text:
+            with self.timed("tokenize"):
+                self.measured.texts = self.read_texts()
+
+    def measure_perplexity(self) -> None:
+        options, texts = self.settings, self.measured.texts or []
         with self.timed("perplexity"):
             self.measured.perplexity = measures.perplexity(
                 self.scorer, texts, options.lengths, mode=options.mode, stride=options.stride, bos=self.encoder.bos,
@@ -183,15 +218,10 @@ class Measuring:
 
     def read_texts(self) -> list[Tensor]:
         options = self.settings
-        span = max(options.lengths) * (SLIDING_SPANS if options.mode == "sliding" else 1)
-        if options.max_tokens < span:
-            raise ValueError(
-                f"--max-tokens {options.max_tokens}: {options.mode} windows of the longest length need at least {span}"
-            )
         documents = map(self.encode, self.documents(options.text))
         if options.join:
             documents = [joined(documents, self.encoder.end, options.max_tokens)]
-        return measures.take_texts(documents, span, options.max_tokens)
+        return measures.take_texts(documents, span_of(options), options.max_tokens)
 
     def documents(self, paths: list[Path]) -> Iterator[str]:
         return chain.from_iterable(measures.read_documents(path, self.settings.text_field) for path in paths)
@@ -206,15 +236,11 @@ class Measuring:
         return tokens
 
     def measure_passkey(self) -> None:
-        options, haystack = self.settings, None
-        if options.haystack is not None:
-            haystack = joined(
-                map(self.encode, self.documents([options.haystack])), self.encoder.end, options.max_tokens
-            )
+        options = self.settings
         with self.timed("passkey"):
             self.measured.passkey = measures.passkey(
                 self.scorer, self.encoder, options.lengths, depths=options.depths, trials=options.trials,
-                distractors=options.distractors, seed=options.seed, haystack=haystack,
+                distractors=options.distractors, seed=options.seed, haystack=self.haystack,
                 batch_tokens=options.batch_tokens, progress=labelled("passkey prompts"),
             )  # fmt: skip
 

@@ -150,7 +150,9 @@ def find_config(name: str, path: Path) -> PreTrainedConfig:
     """The settings of a model in a folder or on the hub."""
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"MODEL {name}: the folder has no config.json; name one that save_pretrained has written")
-    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or path.exists()):
+    if path.is_file():
+        raise ValueError(f"MODEL {name}: it is a file; name a folder that save_pretrained or latte convert has written")
+    if not path.is_dir() and (path.is_absolute() or name.startswith(".")):
         raise ValueError(f"MODEL {name}: there is no such folder")
     near = get_close_matches(name, PRESETS, cutoff=0.8)
     if near and "/" not in name and not path.is_dir():  # a typing error need not wait for the hub

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from latte.convert.calibration import calibrate
-from latte.convert.folder import check_free, check_space, remove_leftovers, whole_folder
+from latte.convert.folder import check_free, check_space, remove_leftovers, saving, whole_folder
 from latte.convert.latents import new_parameters
 from latte.convert.model import convert
 from latte.convert.settings import conversion_config
@@ -125,7 +125,8 @@ def convert_loaded(job: Job) -> tuple[LatteConvertedForCausalLM, int]:
     check_space(job.out, sum(weight.nbytes for weight in model.parameters()))
     job.note(f"writing {job.out}")
     with whole_folder(job.out) as folder:
-        model.save_pretrained(folder, max_shard_size=job.shard or DEFAULT_SHARD)
+        with saving():
+            model.save_pretrained(folder, max_shard_size=job.shard or DEFAULT_SHARD)
         job.source.copy_companions(folder)
     return model, tokens
 

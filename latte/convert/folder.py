@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 PARTIAL = "partial"
 
 
 def check_free(out: Path, source: Path, overwrite: bool) -> None:
-    """Raise ValueError if `out` cannot be written without losing something."""
+    """Raise ValueError if `out` cannot be written without losing something, or at all."""
     if out.resolve() == source.resolve() or source.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"OUT {out}: the source is there; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"OUT {out}: it is a file; name a folder")
+    if not (above := nearest_folder(out)).is_dir():
+        raise ValueError(f"OUT {out}: {above} is a file, so nothing can be in it; name another folder")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
@@ -26,18 +30,24 @@ def check_free(out: Path, source: Path, overwrite: bool) -> None:
 
 def check_space(out: Path, size: int) -> None:
     """Raise ValueError if the disk has no room for `size` bytes."""
-    place = out.absolute().parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(nearest_folder(out)).free
     if size > free:
         raise ValueError(f"OUT {out}: the model takes {size / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left")
 
 
+def nearest_folder(out: Path) -> Path:
+    """The first of those above `out` that there is."""
+    place = out.resolve().parent
+    while not place.exists():
+        place = place.parent
+    return place
+
+
 def remove_leftovers(out: Path) -> None:
     """Remove what processes that were killed, and are gone, had written of `out`."""
+    out = out.resolve()
     name = re.compile(re.escape(f".{out.name}.{PARTIAL}-") + r"([1-9]\d*)")
-    place = out.absolute().parent
+    place = out.parent
     for path in list(place.iterdir()) if place.is_dir() else []:
         match = name.fullmatch(path.name)
         if match is not None and not path.is_symlink() and not _is_running(int(match[1])):
@@ -57,8 +67,12 @@ def _is_running(process: int) -> bool:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, which takes its name when the body is done and is removed when it fails."""
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    """A new folder beside `out`, which takes its name when the body is done and is removed when it fails.
+
+    Where `out` is a link, it is about the folder that the link names.
+    """
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
     partial, former = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in (PARTIAL, "former"))
     partial.mkdir()
     try:
@@ -68,13 +82,22 @@ def whole_folder(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rename(former)
         partial.rename(out)
-        _flush(out.absolute().parent)
+        _flush(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         if former.exists() and not out.exists():
             former.rename(out)
         raise
     shutil.rmtree(former, ignore_errors=True)
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Say of Safetensors' errors that they are of writing, as they look like those of a broken source."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"the weights cannot be written ({error}); make room, or name another OUT") from error
 
 
 def _flush(path: Path) -> None:

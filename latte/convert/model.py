@@ -80,6 +80,8 @@ def restore(converted: LatteConvertedForCausalLM) -> PreTrainedModel:
     It holds the weights that the converted model has now, which are the source's as long as only new ones were trained,
     and does not copy them.
     """
+    if not isinstance(converted, LatteConvertedForCausalLM):
+        raise ValueError(f"model is {type(converted).__name__}; it must be a converted one")
     config = converted.config.source_config()
     with torch.device("meta"):
         # None is PyTorch's own attention, where Transformers has the family compute so.

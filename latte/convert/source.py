@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +53,7 @@ class Source:
             options = {"gguf_file": self.gguf_file, "dtype": kind, "quantization_config": GgufConfig(dequantize=True)}
         elif (self.folder / INDEX).is_file():
             read_weight_map(self.folder / INDEX)
-        with quiet():
+        with quiet(), self._reading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -81,10 +82,25 @@ class Source:
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the file in errors of a GGUF file, which are about arrays where it is cut short."""
+        try:
+            yield
+        except (ValueError, IndexError) as error:
+            if self.gguf_file is None:
+                raise
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"SOURCE {self.name}: {self.gguf_file} cannot be read ({why}); it is broken, so copy it again, or of a "
+                "kind that this version of Transformers does not know"
+            ) from error
+
     def _tokenizer_from_gguf(self, gguf_file: str) -> Any:
         """Transformers makes a tokenizer of the file's vocabulary; whether texts begin with BOS, the file says."""
         metadata = check_architecture(self.folder / gguf_file)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, gguf_file=gguf_file)
+        with self._reading():
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, gguf_file=gguf_file)
         for name, word in SPECIAL_TOKENS.items():  # which Transformers 5.17 does not read
             index = metadata.get(f"tokenizer.ggml.{word}_token_id")
             if index is not None and getattr(tokenizer, f"{name}_token_id") != index:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from latte.convert.folder import saving
 from latte.convert.latents import begin_latents, new_parameters
 from latte.convert.model import empty_model
 from latte.convert.source import check_placed
@@ -130,7 +131,9 @@ def write_streamed(conversion: StreamedConversion, out: Path, max_shard_size: in
     count = len(shards)
     files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)] if count > 1 else [WHOLE]
     for file, names in zip(files, shards, strict=True):
-        save_file({name: conversion.make(name) for name in names}, out / file, metadata={"format": "pt"})
+        tensors = {name: conversion.make(name) for name in names}
+        with saving():
+            save_file(tensors, out / file, metadata={"format": "pt"})
     if count > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": conversion.size}, "weight_map": weight_map}

@@ -31,6 +31,7 @@ class Lesson:
     hidden: Tensor  # [B T C], the last one
     inputs: list[Tensor]  # of the attention layers that are compared; empty where nobody reads them
     outputs: list[Tensor]
+    real: Tensor | None  # [B T] which tokens are no padding; None where there is none
 
 
 class Teacher:
@@ -53,7 +54,8 @@ class Teacher:
     def teach(self, batch: Batch) -> Lesson:
         given = {name: batch[name] for name in INPUTS if name in batch}
         hidden = self.model.base_model(**given, use_cache=False).last_hidden_state
-        lesson = Lesson(hidden, self._inputs, self._outputs)
+        mask = batch.get("attention_mask")
+        lesson = Lesson(hidden, self._inputs, self._outputs, None if mask is None else mask.bool())
         self._inputs, self._outputs = [], []
         return lesson
 
@@ -91,8 +93,8 @@ class Student:
         if self._listening:
             self._hidden = output.last_hidden_state
 
-    def _note(self, y: Tensor, target: Tensor) -> None:
-        error = relative_errors(y, target)
+    def _note(self, y: Tensor, target: Tensor, real: Tensor | None) -> None:
+        error = relative_errors(y, target, real)
         if self._listening:
             self._errors.append(error)
 
@@ -104,12 +106,12 @@ class Student:
     def _compare(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not module.training or self.lesson is None:
             return None
-        target = self.lesson.outputs[index]
+        target, real = self.lesson.outputs[index], self.lesson.real
         if self.inputs == "teacher" and not self.alone:
             x = self._like(self.lesson.inputs[index], kwargs["hidden_states"])
-            self._note(module.forward(**(kwargs | {"hidden_states": x}))[0], target)
+            self._note(module.forward(**(kwargs | {"hidden_states": x}))[0], target, real)
             return None
-        self._note(output[0], target)
+        self._note(output[0], target, real)
         return (self._like(target, output[0]), *output[1:]) if self.inputs == "teacher" else None
 
     @staticmethod
@@ -118,11 +120,13 @@ class Student:
         return x.reshape_as(own).to(own.dtype)
 
 
-def relative_errors(y: Tensor, target: Tensor) -> Tensor:
-    """[B] mean squared error of each row, divided by the target's mean square."""
+def relative_errors(y: Tensor, target: Tensor, real: Tensor | None) -> Tensor:
+    """[B] mean squared error of each row's real tokens, divided by the target's mean square."""
     target = target.float()
-    error = (y.reshape_as(target).float() - target).square().sum(dim=(1, 2))
-    return error / target.square().sum(dim=(1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+    error = y.reshape_as(target).float() - target
+    if real is not None:
+        target, error = (x.masked_fill(~real.unsqueeze(-1), 0) for x in (target, error))
+    return error.square().sum(dim=(1, 2)) / target.square().sum(dim=(1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 class Distillation(NextToken):

@@ -26,6 +26,11 @@ def check_distillation(settings: RunSettings) -> None:
     lessons = settings.distill_logits or settings.distill_layers
     if settings.teacher == "none" and lessons:
         raise ValueError("distill_logits or distill_layers is set, but there is no teacher; add --teacher source")
+    if settings.teacher == "none" and settings.loss_weight != 1:
+        raise ValueError(
+            f"loss_weight is {settings.loss_weight}, and without a teacher there is no other loss to weigh it against; "
+            "leave it out, or add --teacher source"
+        )
     if settings.teacher != "none" and not lessons:
         raise ValueError(
             f"teacher is {settings.teacher}, and nothing is learnt from it; add --distill-logits or --distill-layers"

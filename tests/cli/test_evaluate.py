@@ -171,9 +171,45 @@ def test_what_cannot_be_at_the_end_is_said_at_the_beginning(place, tmp_path, mon
         assert f"{option} {tmp_path / 'a.png'}: {tmp_path} does not allow" in error_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--passkey", "--lengths", "50,512"), "the length is 50; a question about a hidden key takes"),
+        (("--passkey", "--lengths", "512", "--distractors", "90000"), "there are 90000 keys of 5 digits"),
+        (("--passkey", "--lengths", "256,1K", "--haystack", "LITTLE"), "the haystack has 500 tokens"),
+        (("--lengths", "8K"), "no document has 8,192 tokens"),
+        (("--lengths", "64", "--stride", "8"), "do not overlap"),
+        (("--lengths", "512", "--max-tokens", "100"), "need at least 512"),
+    ],
+)
+def test_nothing_is_measured_before_all_is_seen_to_fit(arguments, words, place, tmp_path, monkeypatch, capsys):
+    for name in ("perplexity", "lambada", "decode_speed"):
+        monkeypatch.setattr(evaluation.measures, name, pytest.fail)
+    little = tmp_path / "little.txt"
+    little.write_text(TEXT[:500])
+    arguments = [str(little) if word == "LITTLE" else word for word in arguments]
+    first = ["--text", str(place / "books.jsonl"), "--lambada", str(place / "lambada.jsonl"), "--speed"]
+    assert main(["evaluate", str(place / "llama"), *first, *arguments, "--device", "cpu"]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_haystack_is_read_as_far_as_the_longest_prompt_needs(place, tmp_path, capsys):
+    """`--max-tokens` bounds it only where that is more."""
+    hay = tmp_path / "hay.txt"
+    hay.write_text(TEXT)
+    document, _ = run(
+        capsys, place / "llama", "--passkey", "--lengths", "512", "--haystack", hay, "--max-tokens", 100,
+        "--depths", "0", "--trials", 1, "--distractors", 1,
+    )  # fmt: skip
+    assert document["model"]["passkey"]["cells"][0]["trials"] == 1
+
+
 def test_no_such_model(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "nothing"), "--speed"]) == 2
     assert "there is no such folder" in error_line(capsys)
+    (tmp_path / "model.gguf").write_text("GGUF")
+    assert main(["evaluate", str(tmp_path / "model.gguf"), "--speed"]) == 2
+    assert "it is a file; name a folder that save_pretrained or latte convert has written" in error_line(capsys)
 
 
 def test_losses_that_are_not_finite_are_told(place, tmp_path, capsys):

@@ -236,6 +236,38 @@ def test_overwriting(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 
+def test_a_link_stays_and_its_folder_is_written(source, tmp_path):
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    link.symlink_to(disk / "out")
+    for window in (7, 5):  # the second time there is a model
+        convert_checkpoint(str(source), link, Settings(window=window), overwrite=True)
+        assert link.is_symlink()
+        assert load(disk / "out").config.window == window
+        assert [path.name for path in disk.iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
+def test_a_place_in_a_file(source, tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ValueError, match="file is a file, so nothing can be in it; name another folder"):
+        convert_checkpoint(str(source), tmp_path / "file" / "deep" / "out", SETTINGS)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_weights_that_cannot_be_written_are_not_taken_for_broken_ones(source, tmp_path, low_memory):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    work = "import sys; from latte.cli.app import main; sys.exit(main(sys.argv[1:]))"
+    more = ["--low-memory"] if low_memory else []
+    command = ["convert", str(source), str(tmp_path / "out"), "--window", "7", *more]
+    process = subprocess.run(
+        [sys.executable, "-c", f"{limit}; {work}", *command], capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 2
+    last = process.stderr.splitlines()[-1]
+    assert re.search(r"error: the weights cannot be written \(.*\); make room, or name another OUT", last), last
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupted_folder_is_removed(tmp_path):
     def interrupted() -> None:
         with whole_folder(tmp_path / "out") as folder:

@@ -103,6 +103,11 @@ def test_the_source_comes_back(family):
         torch.testing.assert_close(back(tokens).logits, source(tokens).logits, **CLOSE)
 
 
+def test_only_converted_models_have_a_source():
+    with pytest.raises(ValueError, match="model is LlamaForCausalLM; it must be a converted one"):
+        restore(make_source("llama"))
+
+
 def test_a_source_without_a_cap_on_scores_comes_back():
     """Transformers has Gemma 2 compute no scaled_dot_product_attention, with a cap or without."""
     source = make_source("gemma2", attn_logit_softcapping=None)

@@ -105,6 +105,18 @@ def test_which_file_of_a_folder(model, tmp_path):
         convert_checkpoint(str(tmp_path / "one.gguf"), tmp_path / "out", Settings(), low_memory=True)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.99])
+@pytest.mark.parametrize("calibration", [None, list])
+def test_a_file_that_is_cut_short(model, tmp_path, share, calibration):
+    path = tmp_path / "cut.gguf"
+    write_gguf(path, model)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match=r"SOURCE .*: cut\.gguf cannot be read \(.*\); it is broken, so copy it again"):
+        convert_checkpoint(str(path), tmp_path / "out", Settings(window=29), calibration=calibration)
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
 def head(architecture: str, version: int = 3) -> bytes:
     """The head of a file with one entry."""
     key, value = b"general.architecture", architecture.encode()

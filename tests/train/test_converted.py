@@ -198,6 +198,8 @@ def test_the_papers_schedule_begins_from_a_model(model, tmp_path):
     )
     assert whole.run.steps * whole.run.batch_size * whole.settings.context == pytest.approx(1.6e9, rel=0.03)
     assert whole.run.trainable == "latents,norms"
+    own = make_plan(kind, budget="convert", run={}, settings={"data": ("books",)})
+    assert (own.settings.data, own.settings.validation) == (("books",), ())  # nothing is fetched from the hub
     with pytest.raises(ValueError, match="name its folder with --model"):
         run(kind(whole.settings), whole.run)
     assert not (tmp_path / "run").exists()

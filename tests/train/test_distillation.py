@@ -177,6 +177,30 @@ def test_packed_texts(folder):
     assert objective.loss(model, batch, objective.items(batch)).isfinite()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("given", [ALL, ALL | {"distill_inputs": "student"}, TRANSFER], ids=str)
+def test_padding_does_not_count(given, side, folder):
+    """Loss and gradients of padded rows are those of the rows by themselves."""
+    whole = make_batch(rows=2, length=9)
+    whole["labels"][:, 0] = -100  # which nothing foretells where the row is by itself
+    short = {name: x[1:, :5] for name, x in whole.items()}
+    rows = [{name: x[:1] for name, x in whole.items()}, short]
+    padding = (4, 0) if side == "left" else (0, 4)
+    fill = {"input_ids": 7, "labels": -100}
+    batch = {name: torch.cat([x[:1], F.pad(short[name], padding, value=fill[name])]) for name, x in whole.items()}
+    batch["attention_mask"] = torch.stack([torch.ones(9), F.pad(torch.ones(5), padding)]).long()
+    model, objective = make(folder, **({"distill_logits": 0.0} | given))
+    items = objective.items(batch)
+    results = []
+    for parts in ([batch], rows):
+        model.zero_grad()
+        loss = torch.stack([objective.loss(model, part, items) for part in parts]).sum()
+        loss.backward()
+        grads = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad}
+        results.append((loss.detach(), grads))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
+
+
 # Teachers
 
 
@@ -229,6 +253,8 @@ def test_a_model_that_is_not_converted_can_have_a_teacher(tmp_path):
     [
         ({"distill_logits": 1.0}, "there is no teacher; add --teacher source"),
         ({"distill_layers": 1.0}, "there is no teacher; add --teacher source"),
+        ({"loss_weight": 0.5}, "loss_weight is 0.5, and without a teacher there is no other loss"),
+        ({"loss_weight": 0.0}, "leave it out, or add --teacher source"),
         ({"teacher": "source"}, "nothing is learnt from it; add --distill-logits or --distill-layers"),
         (ALL | {"teacher": "nowhere"}, "teacher is nowhere, which has no config.json; it must be source, a folder"),
         (ALL | {"parallel": "fsdp"}, "use --parallel ddp"),

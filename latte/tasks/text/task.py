@@ -62,7 +62,7 @@ class LanguageModelling(Task[LanguageModellingSettings]):
         "convert": Plan(
             None,
             CONVERSION_BUDGET,
-            settings={"data": (SLIM_PAJAMA,), "validation": (SLIM_PAJAMA,), "context": 4096},
+            settings={"data": (SLIM_PAJAMA,), "context": 4096},
             run={"trainable": "latents"},
         ),
     }  # fmt: skip
