@@ -52,6 +52,15 @@ def run(inputs: tuple[Tensor, ...], turned, sizes: HeadSizes, **options) -> Tens
     )
 
 
+def test_second_derivatives_are_refused(device: str) -> None:
+    sizes = SIZES["plain"]
+    inputs = make_inputs(sizes, device, tokens=5)
+    y = run(inputs, None, sizes, backend="triton").sum()
+    for grad in torch.autograd.grad(y, inputs, create_graph=True):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(grad.sum(), inputs, retain_graph=True, materialize_grads=True)
+
+
 def check(inputs: tuple[Tensor, ...], turned, sizes: HeadSizes, **options) -> None:
     """Output and the gradients of what wants one, against the reference of every step in float64."""
     exact = tuple(z.detach().double().requires_grad_(z.requires_grad) for z in inputs)

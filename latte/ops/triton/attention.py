@@ -8,6 +8,7 @@ from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, MIXTURE, TENSORS
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
@@ -176,8 +177,8 @@ class Mixture(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        saved = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
         found, _ = _turn_back(
             ctx.recipe, ctx.options, gradients, saved[:2], saved[2 + OPERANDS :], saved[2 : 2 + OPERANDS]
         )

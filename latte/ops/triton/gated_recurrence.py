@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives
 from latte.ops.triton import recurrence_calls
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
@@ -258,8 +259,9 @@ class GatedRecurrence(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        *tensors, kept = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
+        *tensors, kept = saved
         (dx, matrices, vectors, dstate), _ = recurrence_calls.turn_back(
             BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, (ctx.dtype,)
         )

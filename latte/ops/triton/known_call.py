@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops.first_derivatives import first_derivatives
 from latte.ops.known import ALIGNED
 from latte.ops.triton.replay import Recipe
 
@@ -64,6 +65,7 @@ class KnownCall(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        known, saved = ctx.known, ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
+        known = ctx.known
         return None, *known.finish(known.gradients(gradients, saved), saved)

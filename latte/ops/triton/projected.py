@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from latte.ops.arguments import HeadSizes
 from latte.ops.beside import starts
+from latte.ops.first_derivatives import first_derivatives
 from latte.ops.triton.attention import check_sizes, fake_results, fill_gradients, mixture_results
 from latte.ops.triton.call import dense
 from latte.ops.triton.device import check_device, check_dtypes
@@ -136,9 +136,9 @@ class Projected(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:WITH_GRADIENTS]
+    @first_derivatives
+    def backward(ctx, saved, dy):
+        needs = ctx.needs_input_grad[:WITH_GRADIENTS]
         found = _backward(dy, saved[OPERANDS:], needs, *saved[:OPERANDS], *ctx.options)
         return (*found, *(None for _ in range(OPERANDS - WITH_GRADIENTS + len(ctx.options))))
 

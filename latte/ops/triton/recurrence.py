@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives
 from latte.ops.known import needs_gradients
 from latte.ops.packing import spans
 from latte.ops.triton import recurrence_calls
@@ -219,8 +220,9 @@ class Recurrence(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        *tensors, kept = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
+        *tensors, kept = saved
         (*grads, dstate), _ = recurrence_calls.turn_back(BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, ())
         return *grads, None, None if tensors[5] is None else dstate, None, None
 
