@@ -1,7 +1,6 @@
 """`LatteConfig`: every variant of the model as settings of one class."""
 
 import copy
-import math
 from dataclasses import field, fields
 from typing import Any
 
@@ -16,7 +15,7 @@ from latte.layers.mixers import MIXERS
 from latte.layers.norms import NORMS
 from latte.layers.projections import head_width, value_heads
 from latte.models.presets import preset_settings
-from latte.ops.checks import check_scores
+from latte.ops.checks import check_scores, check_softcap
 
 POSITIONS = ("none", "learned", "sinusoidal")
 POOLINGS = ("mean", "last", "cls")
@@ -206,10 +205,7 @@ class LatteConfig(PreTrainedConfig):
         if self.positions == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f'positions is "sinusoidal" and hidden_size {self.hidden_size}; make it even')
         check_scores(self.scale, self.softcap)
-        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
-            raise ValueError(
-                f"logits_softcap is {self.logits_softcap}; it must be positive and finite, or None for no cap"
-            )
+        check_softcap("logits_softcap", self.logits_softcap)
         self._check_rope()
 
     def _check_inputs(self) -> None:

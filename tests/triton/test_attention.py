@@ -189,6 +189,20 @@ def test_too_wide_or_too_many_latents_are_refused(device: str) -> None:
         latte_attention(logits, logits, values[..., :7], backend="triton")
 
 
+def test_too_large_a_softcap_is_refused(device: str) -> None:
+    """Kernels take tanh by way of exp, whose digits a large cap would bring to light."""
+    case_on(device, "window", 3, sizes=ONE, softcap=1000.0).call("triton")
+    with pytest.raises(ValueError, match=r"softcap is 1001\.0; .* up to 1000, .*backend=\"torch\""):
+        case_on(device, "window", 3, sizes=ONE, softcap=1001.0).call("triton")
+
+
+def test_float16_takes_a_past_beyond_its_range(device: str) -> None:
+    case = case_on(device, "window", 3, sizes=ONE, state=True).map(torch.Tensor.half)
+    wide = {name: torch.full_like(x, 1e5, dtype=torch.float32) for name, x in case.state.items() if name != "valid"}
+    case = replace(case, state={**wide, "valid": torch.ones_like(case.state["valid"])})
+    assert case.call("triton").y.isfinite().all()
+
+
 def test_bad_bounds_are_named(device: str) -> None:
     logits, values = torch.zeros(1, 3, 1, 5, device=device), torch.zeros(1, 3, 1, 7, device=device)
     with pytest.raises(ValueError, match="cu_seqlens ends at 2; it must end at the number of tokens, 3"):

@@ -215,6 +215,8 @@ def test_bad_input_is_named(device: str) -> None:
         run((x, mixed, *weights), (cos.to("meta"), sin), sizes)
     with pytest.raises(ValueError, match="window is 0"):
         run((x, mixed, *weights), None, sizes, window=0)
+    with pytest.raises(ValueError, match="softcap is 1001; the Triton kernels take up to 1000"):
+        run((x, mixed, *weights), None, sizes, softcap=1001, backend="triton")
 
 
 def test_weights_lie_beside_each_other() -> None:

@@ -13,7 +13,7 @@ from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.attention_call import Call, Inputs, Options
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.known_call import Known, KnownCall
 from latte.ops.triton.past import lay_past, lift_past
@@ -52,6 +52,7 @@ def attend(
     """
     check_device(output_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    check_softcap(softcap)
     check_sizes(v.shape[3], 0 if window_q is None else window_q.shape[3], 0 if k is None else k.shape[3])
     if window_q is not None and scale <= 0:  # the kernels find the largest score before they scale
         window_q, scale = (-window_q, -scale) if scale < 0 else (torch.zeros_like(window_q), 1.0)

@@ -18,7 +18,7 @@ from latte.ops.beside import starts
 from latte.ops.first_derivatives import first_derivatives
 from latte.ops.triton.attention import check_sizes, fake_results, fill_gradients, mixture_results
 from latte.ops.triton.call import dense
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.launch import Room
 from latte.ops.triton.rotary import turn_
@@ -49,6 +49,7 @@ def attend_projected(
     """
     check_device(output_kernel, x.device)
     check_dtypes(x=x, mixed=mixed, weight=weight, latent_weight=latent_weight, cos=cos, sin=sin)
+    check_softcap(softcap)
     check_sizes(sizes.width, sizes.key_width, sizes.latents)
     operands = (x, mixed, weight, latent_weight, dense(cos), dense(sin), mask, cu_seqlens)
     options = (list(sizes), window, scale, softcap, causal)

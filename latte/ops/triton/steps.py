@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from latte.ops.known import needs_gradients
 from latte.ops.triton.call import launch
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.steps import mixture_step_kernel
 from latte.ops.triton.replay import Cookbook, empty
 
@@ -98,6 +98,7 @@ def _mixture_step(
 ) -> Tensor:  # fmt: skip
     check_device(mixture_step_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    check_softcap(softcap)
     written = (log_norm, mean, keys, values, valid, position, arrivals, seen, turn)
     check_room(**dict(zip(MUTATED, written, strict=True)))
     batch, _, value_heads, width = v.shape
