@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from latte.ops import LatteState, latte_attention, macchiato_attention
+from latte.ops.triton.plan import Plan
 from tests.ops.cases import (
     FORMS,
     Case,
@@ -194,6 +196,22 @@ def test_too_large_a_softcap_is_refused(device: str) -> None:
     case_on(device, "window", 3, sizes=ONE, softcap=1000.0).call("triton")
     with pytest.raises(ValueError, match=r"softcap is 1001\.0; .* up to 1000, .*backend=\"torch\""):
         case_on(device, "window", 3, sizes=ONE, softcap=1001.0).call("triton")
+
+
+@pytest.mark.parametrize("kind", [int, float, np.float32])
+def test_numbers_of_any_kind_are_launched_as_floats(device: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To Python 2 is 2.0, so that a kernel compiled for the one would be launched with the other."""
+    launched = []
+    launch = Plan.launch
+
+    def spy(plan, name, kernel, grid, tensors, numbers, *rest) -> None:
+        launched.append([x for x in numbers if x in (2, 3) and type(x) is not int])
+        launch(plan, name, kernel, grid, tensors, numbers, *rest)
+
+    monkeypatch.setattr(Plan, "launch", spy)
+    evaluate(case_on(device, "window", 5, sizes=ONE, scale=kind(2), softcap=kind(3)), "triton")
+    assert launched
+    assert all(list(map(type, numbers)) == [float, float] for numbers in launched), launched
 
 
 def test_float16_takes_a_past_beyond_its_range(device: str) -> None:

@@ -124,7 +124,7 @@ def _mixture_step(
         mixture_step_kernel, batch * value_heads,
         *(_rows(x) for x in (q, k, v, window_q, window_k)), cos, sin, mask, log_norm, mean, keys, values, valid,
         position, arrivals, seen, turn, y, *strides, 0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
-        0 if mask is None else mask.stride(0), scale, softcap or 1.0, **options,
+        0 if mask is None else mask.stride(0), float(scale), float(softcap or 1.0), **options,
     )  # fmt: skip
     return y
 
