@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 Gradients = Sequence[Tensor | None]
+
+
+def refuse(*_: Any) -> NoReturn:
+    """The derivative of a custom operation that computes gradients."""
+    raise RuntimeError('this backend has no second derivatives; use backend="reference"')
 
 
 class _Once(torch.autograd.Function):
@@ -19,7 +24,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise RuntimeError('this backend has no second derivatives; use backend="reference"')
+        refuse()
 
 
 def once(gradients: Gradients, sources: Gradients = ()) -> Gradients:

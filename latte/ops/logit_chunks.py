@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from latte.ops.first_derivatives import once
+from latte.ops.first_derivatives import once, refuse
 from latte.ops.states import accumulation_dtype
 
 MOST, LEAST, SHARE = 2**30, 2**28, 16  # a chunk's logits are a sixteenth of all, within these bounds in bytes;
@@ -141,6 +141,7 @@ def _scale(ctx, dtotal, *_):
 
 cross_entropy_losses.register_autograd(_recompute, setup_context=_save_inputs)
 cross_entropy_total.register_autograd(_scale, setup_context=_save_gradients)
+cross_entropy_gradients.register_autograd(refuse)
 
 
 def _where(wanted, grads) -> list[Tensor | None]:

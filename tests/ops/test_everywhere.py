@@ -92,7 +92,7 @@ def check_second_derivatives(name: str, backend: str, device: str = "cpu") -> No
     expected = torch.autograd.grad(y, inputs, retain_graph=True)
     for grad, x in zip(torch.autograd.grad(y, inputs, create_graph=True), expected, strict=True):
         torch.testing.assert_close(grad.detach(), x)
-        with pytest.raises(RuntimeError, match=r"second derivatives|no autograd formula"):
+        with pytest.raises(RuntimeError, match="no second derivatives; use backend="):
             torch.autograd.grad(grad.sum(), inputs, retain_graph=True, materialize_grads=True)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, MIXTURE, TENSORS
 from latte.ops.checks import check_bounds
-from latte.ops.first_derivatives import first_derivatives
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
@@ -359,6 +359,7 @@ def _gradients(ctx, grads):
 
 
 mixture_forward.register_autograd(_gradients, setup_context=_save)
+mixture_backward.register_autograd(refuse)
 
 
 def _inputs(

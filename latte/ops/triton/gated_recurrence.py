@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
-from latte.ops.first_derivatives import first_derivatives
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.triton import recurrence_calls
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
@@ -369,3 +369,4 @@ def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Ten
 
 
 gated_rglru_forward.register_autograd(_differentiate, setup_context=_save)
+gated_rglru_backward.register_autograd(refuse)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from latte.ops.arguments import HeadSizes
 from latte.ops.beside import starts
-from latte.ops.first_derivatives import first_derivatives
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.triton.attention import check_sizes, fake_results, fill_gradients, mixture_results
 from latte.ops.triton.call import dense
 from latte.ops.triton.device import check_device, check_dtypes, check_softcap
@@ -221,3 +221,4 @@ def _gradients(ctx, grads: Sequence[Any]):
 
 
 projected_forward.register_autograd(_gradients, setup_context=_save)
+projected_backward.register_autograd(refuse)

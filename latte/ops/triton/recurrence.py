@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
-from latte.ops.first_derivatives import first_derivatives
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.known import needs_gradients
 from latte.ops.packing import spans
 from latte.ops.triton import recurrence_calls
@@ -333,3 +333,4 @@ def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Ten
 
 
 rglru_triton_forward.register_autograd(_differentiate, setup_context=_save)
+rglru_triton_backward.register_autograd(refuse)
