@@ -251,11 +251,10 @@ class GatedRecurrence(torch.autograd.Function):
             y, final, checkpoints = _forward(*arguments)
             return [y, final], [checkpoints]
 
-        recipe = FORWARD.find(tensors, (dtype, save), call) if _plain(tensors) else None
-        outputs, kept = call() if recipe is None else recipe.run(tensors)
+        outputs, kept, parts = FORWARD.run(tensors, (dtype, save), call, plain=_plain(tensors), keep=save)
         if save:
             ctx.save_for_backward(*tensors, *kept)
-            ctx.recipe, ctx.dtype = recipe, dtype
+            ctx.parts, ctx.dtype = parts, dtype
         return tuple(outputs)
 
     @staticmethod
@@ -263,7 +262,7 @@ class GatedRecurrence(torch.autograd.Function):
     def backward(ctx, saved, *gradients):
         *tensors, kept = saved
         (dx, matrices, vectors, dstate), _ = recurrence_calls.turn_back(
-            BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, (ctx.dtype,)
+            BACKWARD, _backward, ctx.parts, gradients, kept, tensors, (ctx.dtype,)
         )
         dstate = None if tensors[7] is None else dstate
         return dx, *_split(matrices, vectors, *tensors[1:6]), None, dstate, None, None, None
@@ -274,7 +273,7 @@ def remember_call(signature: tuple, tensors: tuple[Tensor, ...], dtype: torch.dt
 
     def finish(found: list[Tensor], saved: Sequence[Any]) -> tuple[Tensor, ...]:
         dx, matrices, vectors, _ = found
-        _, _, *weights = saved
+        _, *weights, _ = saved
         return dx, *_split(matrices, vectors, *weights)
 
     absent = (None,) * (INPUTS - len(tensors))

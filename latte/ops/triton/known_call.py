@@ -59,7 +59,7 @@ class KnownCall(torch.autograd.Function):
         """`arguments` are what is known, and what is given to the call."""
         known, *given = arguments
         results, kept = known.recipe.run(given)
-        ctx.save_for_backward(*results[known.saved_results], *kept, *given)
+        ctx.save_for_backward(*results[known.saved_results], *given, *kept)  # in the order of the general nodes
         ctx.known = known
         ctx.set_materialize_grads(known.absent_are_zero)
         return tuple(results)

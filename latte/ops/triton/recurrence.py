@@ -212,18 +212,17 @@ class Recurrence(torch.autograd.Function):
             y, final, checkpoints = _forward(*arguments)
             return [y, final], [checkpoints]
 
-        recipe = FORWARD.find(tensors, (save,), call) if _plain(tensors) else None
-        outputs, kept = call() if recipe is None else recipe.run(tensors)
+        outputs, kept, parts = FORWARD.run(tensors, (save,), call, plain=_plain(tensors), keep=save)
         if save:
             ctx.save_for_backward(*tensors, *kept)
-            ctx.recipe = recipe
+            ctx.parts = parts
         return tuple(outputs)
 
     @staticmethod
     @first_derivatives
     def backward(ctx, saved, *gradients):
         *tensors, kept = saved
-        (*grads, dstate), _ = recurrence_calls.turn_back(BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, ())
+        (*grads, dstate), _ = recurrence_calls.turn_back(BACKWARD, _backward, ctx.parts, gradients, kept, tensors, ())
         return *grads, None, None if tensors[5] is None else dstate, None, None
 
 
