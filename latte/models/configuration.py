@@ -16,7 +16,7 @@ from latte.layers.mixers import MIXERS
 from latte.layers.norms import NORMS
 from latte.layers.projections import head_width, value_heads
 from latte.models.presets import preset_settings
-from latte.ops.checks import check_scores
+from latte.ops.checks import check_scores, check_softcap
 
 POSITIONS = ("none", "learned", "sinusoidal")
 POOLINGS = ("mean", "last", "cls")
@@ -212,10 +212,7 @@ class LatteConfig(PreTrainedConfig):
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be positive and finite")
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(f"initializer_range is {self.initializer_range}; it must be finite, and not negative")
-        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
-            raise ValueError(
-                f"logits_softcap is {self.logits_softcap}; it must be positive and finite, or None for no cap"
-            )
+        check_softcap("logits_softcap", self.logits_softcap)
         self._check_rope()
 
     def _check_inputs(self) -> None:

@@ -1,6 +1,5 @@
 """Input checks: each raises ValueError naming the argument, what it was and what it should be."""
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -12,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOAT32 = torch.finfo(torch.float32)
 BACKENDS = ("auto", "reference", "torch", "triton")
 _checked = WeakIdKeyDictionary()
 
@@ -109,13 +109,23 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None:
-            check_number(name, value)
-    if scale is not None and not -math.inf < scale < math.inf:  # math.isfinite takes no number that is symbolic
-        raise ValueError(f"scale is {scale}; it must be finite, or None for E ** -0.5")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for no cap")
+    if scale is not None:
+        check_number("scale", scale)
+        if not -FLOAT32.max <= scale <= FLOAT32.max:  # math.isfinite takes no number that is symbolic
+            raise ValueError(f"scale is {scale}; it must be finite in float32, or None for E ** -0.5")
+    check_softcap("softcap", softcap)
+
+
+def check_softcap(name: str, softcap: float | None) -> None:
+    """What scores are divided by and multiplied with must be no 0 and no inf in float32."""
+    if softcap is None:
+        return
+    check_number(name, softcap)
+    if not FLOAT32.tiny <= softcap <= FLOAT32.max:
+        raise ValueError(
+            f"{name} is {softcap}; it must be positive and finite in float32 ({FLOAT32.tiny:.2g} to "
+            f"{FLOAT32.max:.2g}), or None for no cap"
+        )
 
 
 def check_mask(mask: object, batch: int, tokens: int, name: str = "mask") -> None:

@@ -4,6 +4,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from latte.ops import checks
+from latte.ops.rounding import round_to
 from latte.ops.states import ShortConvOutput, accumulation_dtype
 
 
@@ -45,7 +46,7 @@ def short_conv(
         case _:
             from latte.ops.triton.convolution import convolve
     with checks.no_autocast(x.device):
-        state = x.new_zeros(past) if state is None else state.to(x.dtype)
+        state = x.new_zeros(past) if state is None else round_to(state, x.dtype)
         y, state = convolve(
             x, weight, bias, mask=mask, state=state, cu_seqlens=cu_seqlens, dtype=accumulation_dtype(x, weight, bias)
         )

@@ -47,7 +47,7 @@ def linear_cross_entropy(
             from latte.ops.logit_chunks import losses, total
             from latte.ops.triton.cross_entropy import check_kernel
 
-            check_kernel(hidden, weight)
+            check_kernel(hidden, weight, softcap or 0.0)
     options = Options(ignore_index, softcap or 0.0, label_smoothing, dtype, name)
     with checks.no_autocast(hidden.device):
         if reduction == "none":

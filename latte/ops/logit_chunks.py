@@ -6,12 +6,13 @@ has a gradient per token and goes through the chunks again in backward.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from latte.ops.first_derivatives import once, refuse
 from latte.ops.states import accumulation_dtype
 
 MOST, LEAST, SHARE = 2**30, 2**28, 16  # a chunk's logits are a sixteenth of all, within these bounds in bytes;
@@ -130,29 +131,17 @@ def _save_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
 
 
-class _Once(torch.autograd.Function):
-    """Gradients as they are, which cannot be differentiated: as products with `dtotal` they look as if they could."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise RuntimeError('linear_cross_entropy has no second derivatives; use backend="reference"')
-
-
 def _scale(ctx, dtotal, *_):
     if dtotal is None:
         return (None,) * (2 + ctx.others)
     scaled = [(dtotal * grad).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-    if torch.is_grad_enabled():  # that is create_graph=True
-        scaled = [_Once.apply(grad) for grad in scaled]
-    return (*_where(ctx.wanted, scaled), *(None for _ in range(ctx.others)))
+    # As products with `dtotal` they look as if they could be differentiated.
+    return (*_where(ctx.wanted, once(scaled)), *(None for _ in range(ctx.others)))
 
 
 cross_entropy_losses.register_autograd(_recompute, setup_context=_save_inputs)
 cross_entropy_total.register_autograd(_scale, setup_context=_save_gradients)
+cross_entropy_gradients.register_autograd(refuse)
 
 
 def _where(wanted, grads) -> list[Tensor | None]:

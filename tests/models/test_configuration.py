@@ -111,7 +111,8 @@ def test_saved_settings_come_back(tmp_path):
         ({"window": 5, "head_dim": 7}, "queries and keys are 7 wide .*; make head_dim, or window_head_dim, even"),
         ({"window": 5, "window_head_dim": 3}, "queries and keys are 3 wide"),
         ({"window": 5, "softcap": 0.0}, "softcap is 0.0; it must be positive"),
-        ({"logits_softcap": 0.0}, "logits_softcap is 0.0; it must be positive and finite, or None for no cap"),
+        ({"logits_softcap": 0.0}, "logits_softcap is 0.0; it must be positive and finite in float32 "),
+        ({"logits_softcap": 1e39}, r"logits_softcap is 1e\+39; it must be positive and finite in float32 "),
         (
             {"pad_token_id": 9999, "vocab_size": 100},
             "pad_token_id is 9999; it must be 0 to 99, below vocab_size",

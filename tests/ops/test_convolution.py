@@ -203,6 +203,13 @@ def test_float16_saturates(backend):
     assert y[0, :, 0].tolist() == [6e4] + [torch.finfo(torch.float16).max] * 4
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_float16_takes_a_state_beyond_its_range(backend):
+    weight = torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float16)
+    y, state = short_conv(torch.ones(1, 1, 1).half(), weight, state=torch.full((1, 2, 1), 1e5), backend=backend)
+    assert (y.item(), state.flatten().tolist()) == (0.0, [65504.0, 1.0])
+
+
 def test_checkpoint_and_autocast():
     inputs = make_inputs(65, dtype=torch.float32)
     expected = short_conv(*inputs)

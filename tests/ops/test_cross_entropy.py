@@ -218,7 +218,7 @@ def test_second_derivatives_are_refused(power, reduction):
     grads = torch.autograd.grad(loss, inputs[:2], create_graph=True)
     assert_close(grads, torch.autograd.grad(plain(*inputs, reduction=reduction).pow(power).sum(), inputs[:2]))
     for grad in grads:
-        with pytest.raises(RuntimeError, match=r"second derivatives|no autograd formula"):
+        with pytest.raises(RuntimeError, match="no second derivatives; use backend="):
             torch.autograd.grad(grad.sum(), inputs[:2], retain_graph=True)
 
 

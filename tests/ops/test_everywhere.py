@@ -1,4 +1,4 @@
-"""Every operation on the meta device, where there are only shapes, and with tangents, which it refuses."""
+"""Every operation on the meta device, where there are only shapes, and with derivatives that it refuses."""
 
 from collections.abc import Callable
 
@@ -27,25 +27,24 @@ LATENTS, WINDOW = ((B, T, H, L), (B, T, H, L), (B, T, HV, D)), ((B, T, H, E), (B
 GATES = ((2, 4, 4), (W,), (2, 4, 4), (W,))
 
 
-def macchiato(q: Tensor, k: Tensor, v: Tensor, window_q: Tensor, window_k: Tensor) -> Tensor:
-    return macchiato_attention(q, k, v, window_q, window_k, window=3).y
-
-
-def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-    return linear_cross_entropy(hidden, weight, torch.zeros(len(hidden), dtype=torch.long, device=hidden.device))
+def loss(hidden: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
+    targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
+    return linear_cross_entropy(hidden, weight, targets, backend=backend)
 
 
 OPS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "latte": (lambda *x: latte_attention(*x).y, LATENTS),
-    "bidirectional": (lambda *x: latte_attention(*x, causal=False).y, LATENTS),
-    "linear": (lambda *x: linear_attention(*x).y, LATENTS),
-    "window": (lambda *x: window_attention(*x, window=3).y, (*WINDOW, LATENTS[2])),
-    "macchiato": (macchiato, ((B, T, H, L + 1), *LATENTS[1:], *WINDOW)),
-    "rglru": (lambda *x: rglru(*x).y, (*[(B, T, W)] * 3, (W,))),
-    "gated rglru": (lambda *x: gated_rglru(*x).y, ((B, T, W), *GATES, (W,))),
-    "short_conv": (lambda *x: short_conv(*x).y, ((B, T, W), (W, 4), (W,))),
+    "latte": (lambda *x, **how: latte_attention(*x, **how).y, LATENTS),
+    "bidirectional": (lambda *x, **how: latte_attention(*x, causal=False, **how).y, LATENTS),
+    "linear": (lambda *x, **how: linear_attention(*x, **how).y, LATENTS),
+    "window": (lambda *x, **how: window_attention(*x, window=3, **how).y, (*WINDOW, LATENTS[2])),
+    "macchiato": (
+        lambda *x, **how: macchiato_attention(*x, window=3, **how).y, ((B, T, H, L + 1), *LATENTS[1:], *WINDOW)
+    ),
+    "rglru": (lambda *x, **how: rglru(*x, **how).y, (*[(B, T, W)] * 3, (W,))),
+    "gated rglru": (lambda *x, **how: gated_rglru(*x, **how).y, ((B, T, W), *GATES, (W,))),
+    "short_conv": (lambda *x, **how: short_conv(*x, **how).y, ((B, T, W), (W, 4), (W,))),
     "cross entropy": (loss, ((T, W), (D, W))),
-}
+}  # fmt: skip
 EVERY_OP = pytest.mark.parametrize("name", OPS)
 
 
@@ -78,6 +77,23 @@ def test_tangents_are_refused(name: str) -> None:
                 function(*dual)
     with pytest.raises(ValueError, match="an input has a tangent"):
         torch.func.jvp(function, tuple(inputs), tuple(map(torch.ones_like, inputs)))
+
+
+@EVERY_OP
+def test_second_derivatives_are_refused(name: str) -> None:
+    check_second_derivatives(name, "torch")
+
+
+def check_second_derivatives(name: str, backend: str, device: str = "cpu") -> None:
+    """Gradients may be part of a graph, though what comes to them from above is none, but are not differentiated."""
+    function, shapes = OPS[name]
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    y = function(*inputs, backend=backend).sum()
+    expected = torch.autograd.grad(y, inputs, retain_graph=True)
+    for grad, x in zip(torch.autograd.grad(y, inputs, create_graph=True), expected, strict=True):
+        torch.testing.assert_close(grad.detach(), x)
+        with pytest.raises(RuntimeError, match="no second derivatives; use backend="):
+            torch.autograd.grad(grad.sum(), inputs, retain_graph=True, materialize_grads=True)
 
 
 def test_tangents_of_a_state_are_refused() -> None:

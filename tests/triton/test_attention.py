@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from latte.ops import LatteState, latte_attention, macchiato_attention
+from latte.ops.triton.plan import Plan
 from tests.ops.cases import (
     FORMS,
     Case,
@@ -187,6 +189,36 @@ def test_too_wide_or_too_many_latents_are_refused(device: str) -> None:
     logits = torch.zeros(1, 3, 1, 257, device=device)
     with pytest.raises(ValueError, match="k has 257 latents per head"):
         latte_attention(logits, logits, values[..., :7], backend="triton")
+
+
+def test_too_large_a_softcap_is_refused(device: str) -> None:
+    """Kernels take tanh by way of exp, whose digits a large cap would bring to light."""
+    case_on(device, "window", 3, sizes=ONE, softcap=1000.0).call("triton")
+    with pytest.raises(ValueError, match=r"softcap is 1001\.0; .* up to 1000, .*backend=\"torch\""):
+        case_on(device, "window", 3, sizes=ONE, softcap=1001.0).call("triton")
+
+
+@pytest.mark.parametrize("kind", [int, float, np.float32])
+def test_numbers_of_any_kind_are_launched_as_floats(device: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To Python 2 is 2.0, so that a kernel compiled for the one would be launched with the other."""
+    launched = []
+    launch = Plan.launch
+
+    def spy(plan, name, kernel, grid, tensors, numbers, *rest) -> None:
+        launched.append([x for x in numbers if x in (2, 3) and type(x) is not int])
+        launch(plan, name, kernel, grid, tensors, numbers, *rest)
+
+    monkeypatch.setattr(Plan, "launch", spy)
+    evaluate(case_on(device, "window", 5, sizes=ONE, scale=kind(2), softcap=kind(3)), "triton")
+    assert launched
+    assert all(list(map(type, numbers)) == [float, float] for numbers in launched), launched
+
+
+def test_float16_takes_a_past_beyond_its_range(device: str) -> None:
+    case = case_on(device, "window", 3, sizes=ONE, state=True).map(torch.Tensor.half)
+    wide = {name: torch.full_like(x, 1e5, dtype=torch.float32) for name, x in case.state.items() if name != "valid"}
+    case = replace(case, state={**wide, "valid": torch.ones_like(case.state["valid"])})
+    assert case.call("triton").y.isfinite().all()
 
 
 def test_bad_bounds_are_named(device: str) -> None:

@@ -61,6 +61,11 @@ def test_forward_alone(device):
     torch.testing.assert_close(*losses)
 
 
+def test_too_large_a_softcap_is_refused():
+    with pytest.raises(ValueError, match=r"softcap is 1001\.0; the Triton kernels take up to 1000"):
+        run("triton", "cpu" if not torch.cuda.is_available() else "cuda", torch.float32, softcap=1001.0)
+
+
 def test_float64_is_refused():
     with pytest.raises(ValueError, match='backend="torch" for float64'):
         run("triton", "cpu" if not torch.cuda.is_available() else "cuda", torch.float64)

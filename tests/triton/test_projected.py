@@ -52,6 +52,15 @@ def run(inputs: tuple[Tensor, ...], turned, sizes: HeadSizes, **options) -> Tens
     )
 
 
+def test_second_derivatives_are_refused(device: str) -> None:
+    sizes = SIZES["plain"]
+    inputs = make_inputs(sizes, device, tokens=5)
+    y = run(inputs, None, sizes, backend="triton").sum()
+    for grad in torch.autograd.grad(y, inputs, create_graph=True):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(grad.sum(), inputs, retain_graph=True, materialize_grads=True)
+
+
 def check(inputs: tuple[Tensor, ...], turned, sizes: HeadSizes, **options) -> None:
     """Output and the gradients of what wants one, against the reference of every step in float64."""
     exact = tuple(z.detach().double().requires_grad_(z.requires_grad) for z in inputs)
@@ -206,6 +215,8 @@ def test_bad_input_is_named(device: str) -> None:
         run((x, mixed, *weights), (cos.to("meta"), sin), sizes)
     with pytest.raises(ValueError, match="window is 0"):
         run((x, mixed, *weights), None, sizes, window=0)
+    with pytest.raises(ValueError, match="softcap is 1001; the Triton kernels take up to 1000"):
+        run((x, mixed, *weights), None, sizes, softcap=1001, backend="triton")
 
 
 def test_weights_lie_beside_each_other() -> None:

@@ -77,10 +77,19 @@ def test_parts_lie_side_by_side_and_come_back_as_views():
     assert size == 768
     recipe = replay.Recipe(torch.device("cpu"), [], tensors)
     memory = torch.zeros(recipe.kept_bytes, dtype=torch.uint8)
-    views = recipe.views(memory)
+    views = replay.views(memory, recipe.kept)
     assert [(x.shape, x.dtype) for x in views] == [(x.shape, x.dtype) for x in tensors]
     views[1].fill_(-1)
     assert memory.nonzero().flatten().tolist() == list(range(256, 284))
+
+
+def test_what_is_kept_lies_in_one_piece_as_in_a_recipe():
+    tensors = [torch.rand(3, 5), torch.zeros(0, 2), torch.rand(2, 3).bfloat16()]
+    recipe = replay.Recipe(torch.device("cpu"), [], tensors)
+    (memory,), parts = replay.in_one_piece(tensors)
+    assert (parts, memory.shape, memory.dtype) == (recipe.kept, (recipe.kept_bytes,), torch.uint8)
+    assert all(x.equal(y) for x, y in zip(replay.views(memory, parts), tensors, strict=True))
+    assert replay.in_one_piece([]) == ([], [])
 
 
 def test_calls_off_the_gpu_are_not_for_replaying():

@@ -148,6 +148,12 @@ def test_step_in_bfloat16_without_options(backend, device):
     assert_close(flat(state), flat(expected_state), rtol=2e-2, atol=2e-2)
 
 
+def test_too_large_a_softcap_is_refused(device):
+    tokens, state = make_tokens("window", 1, device), make_state("window", 1, 4, device)
+    with pytest.raises(ValueError, match="softcap is 1001; the Triton kernels take up to 1000"):
+        mixture_step_(*tokens, state, make_place(device), softcap=1001, backend="triton")
+
+
 def test_a_step_is_one_token(device):
     with pytest.raises(ValueError, match="v has 2 tokens; a step takes 1"):
         mixture_step_(None, None, torch.zeros(B, 2, HV, D), None, None, make_state("latte", 1, 0, device), None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, MIXTURE, TENSORS
+from latte.ops.first_derivatives import refuse
 from latte.ops.states import LatteState, WindowState
 from latte.ops.torch import causal as causal_mixture
 from latte.ops.torch import whole as whole_mixture
@@ -125,6 +126,7 @@ def _gradients(ctx, dy, dlog_norm, dmean):
 
 
 mixture_forward.register_autograd(_gradients, setup_context=_save)
+mixture_backward.register_autograd(refuse)
 
 
 def _mixture(inputs: Inputs, options: Options):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.checks import sequence_bounds
+from latte.ops.first_derivatives import refuse
 from latte.ops.packing import bounds, last_tokens
 from latte.ops.rounding import round_to
 from latte.ops.states import accumulation_dtype
@@ -219,3 +220,4 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 short_conv_forward.register_autograd(_differentiate, setup_context=_save)
+short_conv_backward.register_autograd(refuse)

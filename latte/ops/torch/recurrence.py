@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.first_derivatives import refuse
 from latte.ops.rounding import round_to
 from latte.ops.states import accumulation_dtype
 from latte.ops.torch.scan import scan
@@ -233,3 +234,4 @@ def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Ten
 
 
 rglru_forward.register_autograd(_differentiate, setup_context=_save)
+rglru_backward.register_autograd(refuse)

@@ -8,16 +8,17 @@ from torch import Tensor
 
 from latte.ops.arguments import DIFFERENTIABLE, MIXTURE, TENSORS
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import LatteState, WindowState
 from latte.ops.triton import launch
 from latte.ops.triton.attention_call import Call, Inputs, Options
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.known_call import Known, KnownCall
 from latte.ops.triton.past import lay_past, lift_past
 from latte.ops.triton.prepare import prepare
-from latte.ops.triton.replay import Cookbook, Recipe, sign
+from latte.ops.triton.replay import Cookbook, Part, Recipe, sign, views
 from latte.ops.triton.states import KEPT as KEPT_STATES
 from latte.ops.triton.states import kept_shapes, kept_states, states_to_keep, tile_states
 
@@ -51,6 +52,7 @@ def attend(
     """
     check_device(output_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    check_softcap(softcap)
     check_sizes(v.shape[3], 0 if window_q is None else window_q.shape[3], 0 if k is None else k.shape[3])
     if window_q is not None and scale <= 0:  # the kernels find the largest score before they scale
         window_q, scale = (-window_q, -scale) if scale < 0 else (torch.zeros_like(window_q), 1.0)
@@ -168,45 +170,46 @@ class Mixture(torch.autograd.Function):
             results = _forward(*arguments, tail=tail)
             return list(results[:3]), list(results[3:])
 
-        recipe = FORWARD.find(inputs, options, call) if _plain(tensors) else None
-        outputs, kept = call() if recipe is None else recipe.run(inputs)
+        outputs, kept, ctx.parts = FORWARD.run(
+            inputs, options, call, plain=_plain(tensors), keep=any(ctx.needs_input_grad)
+        )
         ctx.save_for_backward(*outputs[1:], *tensors, *kept)
-        ctx.options, ctx.recipe = options, recipe
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        saved = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
         found, _ = _turn_back(
-            ctx.recipe, ctx.options, gradients, saved[:2], saved[2 + OPERANDS :], saved[2 : 2 + OPERANDS]
+            ctx.parts, ctx.options, gradients, saved[:2], saved[2 + OPERANDS :], saved[2 : 2 + OPERANDS]
         )
         grads: dict[str, Tensor | None] = dict(zip(DIFFERENTIABLE, found, strict=True))
         return (None, *(grads.get(name) for name in TENSORS), *(None for _ in range(1 + len(ctx.options))))
 
 
 def _turn_back(
-    forward: Recipe | None, options: tuple, gradients: Sequence[Any], last: Sequence[Any], kept: Sequence[Any],
+    parts: list[Part] | None, options: tuple, gradients: Sequence[Any], last: Sequence[Any], kept: Sequence[Any],
     tensors: Sequence[Any],
 ) -> tuple[list[Tensor | None], Recipe | None]:  # fmt: skip
     """Gradients of DIFFERENTIABLE after an eager call, and the recording they come from, if there is one.
 
-    `last` is the state after that call; `kept` is the memory of what it kept if it was replayed, from `forward`.
+    `last` is the state after that call; `kept` is what it kept, or the memory of which that is `parts`.
     """
     dy, dlog_norm, dmean = gradients
-    plain = forward is not None and dy is not None and dlog_norm is None and dmean is None
+    plain = parts is not None and dy is not None and dlog_norm is None and dmean is None
     if dy is None:
         dy = torch.zeros(_output_shape(*tensors[:4]), dtype=tensors[2].dtype, device=tensors[2].device)
     if tensors[1] is None:  # without latents the state is empty, and so are its gradients
         dlog_norm = dmean = None
 
     def call() -> list[Tensor | None]:
-        parts = kept if forward is None else forward.views(kept[0])
-        return _backward(dy, dlog_norm, dmean, (*last, *parts), *tensors, *options)
+        found = kept if parts is None else views(kept[0], parts)
+        return _backward(dy, dlog_norm, dmean, (*last, *found), *tensors, *options)
 
     if not plain:
         return call(), None
-    inputs = (dy, *last, *kept, *tensors)
+    inputs = (dy, *last, *tensors, *kept)
     found, recipe = BACKWARD.follow(inputs, options, lambda: [x for x in call() if x is not None])
     return spread_out(found, tensors), recipe
 
@@ -227,9 +230,9 @@ def remember_call(
     first = next(i for i, x in enumerate(tensors) if x is not None)  # without latents, those are absent in front
 
     def turn_back(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor | None], Recipe | None]:
-        log_norm, mean, kept, *given = saved
+        log_norm, mean, *given, kept = saved
         tensors = (*(None,) * first, *given, *absent)
-        found, recording = _turn_back(recipe, options, gradients, (log_norm, mean), (kept,), tensors)
+        found, recording = _turn_back(recipe.kept, options, gradients, (log_norm, mean), (kept,), tensors)
         return found[first : first + len(given)], recording
 
     known = Known(recipe, turn_back, lambda found, _: found, saved_results=slice(1, None), absent_are_zero=False)
@@ -357,6 +360,7 @@ def _gradients(ctx, grads):
 
 
 mixture_forward.register_autograd(_gradients, setup_context=_save)
+mixture_backward.register_autograd(refuse)
 
 
 def _inputs(

@@ -81,7 +81,7 @@ class Call:
 
     def numbers(self, dy: Tensor | None = None) -> tuple[float, ...]:
         options = self.options
-        scores = (options.scale, options.softcap or 1.0)
+        scores = (float(options.scale), float(options.softcap or 1.0))  # 2 is no 2.0 to what is compiled for one
         return (*self.strides(dy), self.tokens, self.tiles.per_row, self.inputs.slots, *scores)
 
     def rounds(self, name: str) -> tuple[tuple[str, bool], ...]:

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from latte.ops.first_derivatives import refuse
 from latte.ops.triton.call import launch
 from latte.ops.triton.device import check_device, check_dtypes
 from latte.ops.triton.kernels.block_linear import (
@@ -161,3 +162,4 @@ def _differentiate(ctx: Any, dy: Tensor, other: Tensor) -> tuple[Tensor, Tensor,
 
 
 block_linear_forward.register_autograd(_differentiate, setup_context=_save)
+block_linear_backward.register_autograd(refuse)

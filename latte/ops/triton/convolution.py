@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.packing import bounds, last_tokens
 from latte.ops.triton.call import dense, launch, side_by_side
 from latte.ops.triton.device import check_device, check_dtypes
@@ -175,9 +176,9 @@ class Convolution(torch.autograd.Function):
         return _replay_forward(*inputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        (dy,) = gradients
-        x, *others = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, dy):
+        x, *others = saved
         dx, dweight, dbias = _replay_backward(dy, x, *others)
         return _finish(ctx, dx, dweight, dbias, _past_gradient(dy, *others) if ctx.needs_input_grad[4] else None)
 
@@ -243,3 +244,4 @@ def _finish(ctx: Any, dx: Tensor, dweight: Tensor, dbias: Tensor, dpast: Tensor 
 
 
 short_conv_triton_forward.register_autograd(_differentiate, setup_context=_save)
+short_conv_triton_backward.register_autograd(refuse)

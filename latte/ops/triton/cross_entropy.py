@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from latte.ops.triton.call import launch
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.cross_entropy import BLOCK, rows_kernel
 
 
-def check_kernel(hidden: Tensor, weight: Tensor) -> None:
+def check_kernel(hidden: Tensor, weight: Tensor, softcap: float) -> None:
     check_device(rows_kernel, hidden.device)
     check_dtypes(hidden=hidden, weight=weight)
+    check_softcap(softcap)
 
 
 def losses_and_gradients(

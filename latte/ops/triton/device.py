@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_SOFTCAP = 1000.0
 
 
 def check_device(kernel: object, device: torch.device) -> None:
@@ -25,6 +26,15 @@ def check_dtypes(**tensors: Tensor | None) -> None:
                 f"{name} has dtype {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16; "
                 'use backend="torch" for float64'
             )
+
+
+def check_softcap(softcap: float) -> None:
+    """Kernels take tanh by way of exp, so that scores are off by a ten-millionth of the cap."""
+    if softcap > MOST_SOFTCAP:
+        raise ValueError(
+            f"softcap is {softcap}; the Triton kernels take up to {MOST_SOFTCAP:g}, beyond which scores lose digits; "
+            'use backend="torch", or None for no cap'
+        )
 
 
 @cache

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.triton import recurrence_calls
 from latte.ops.triton.block_linear import even_rows, launch_gradients
 from latte.ops.triton.call import launch, side_by_side
@@ -250,18 +251,18 @@ class GatedRecurrence(torch.autograd.Function):
             y, final, checkpoints = _forward(*arguments)
             return [y, final], [checkpoints]
 
-        recipe = FORWARD.find(tensors, (dtype, save), call) if _plain(tensors) else None
-        outputs, kept = call() if recipe is None else recipe.run(tensors)
+        outputs, kept, parts = FORWARD.run(tensors, (dtype, save), call, plain=_plain(tensors), keep=save)
         if save:
             ctx.save_for_backward(*tensors, *kept)
-            ctx.recipe, ctx.dtype = recipe, dtype
+            ctx.parts, ctx.dtype = parts, dtype
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        *tensors, kept = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
+        *tensors, kept = saved
         (dx, matrices, vectors, dstate), _ = recurrence_calls.turn_back(
-            BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, (ctx.dtype,)
+            BACKWARD, _backward, ctx.parts, gradients, kept, tensors, (ctx.dtype,)
         )
         dstate = None if tensors[7] is None else dstate
         return dx, *_split(matrices, vectors, *tensors[1:6]), None, dstate, None, None, None
@@ -272,7 +273,7 @@ def remember_call(signature: tuple, tensors: tuple[Tensor, ...], dtype: torch.dt
 
     def finish(found: list[Tensor], saved: Sequence[Any]) -> tuple[Tensor, ...]:
         dx, matrices, vectors, _ = found
-        _, _, *weights = saved
+        _, *weights, _ = saved
         return dx, *_split(matrices, vectors, *weights)
 
     absent = (None,) * (INPUTS - len(tensors))
@@ -367,3 +368,4 @@ def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Ten
 
 
 gated_rglru_forward.register_autograd(_differentiate, setup_context=_save)
+gated_rglru_backward.register_autograd(refuse)

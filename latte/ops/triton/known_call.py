@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops.first_derivatives import first_derivatives
 from latte.ops.known import ALIGNED
 from latte.ops.triton.replay import Recipe
 
@@ -58,12 +59,13 @@ class KnownCall(torch.autograd.Function):
         """`arguments` are what is known, and what is given to the call."""
         known, *given = arguments
         results, kept = known.recipe.run(given)
-        ctx.save_for_backward(*results[known.saved_results], *kept, *given)
+        ctx.save_for_backward(*results[known.saved_results], *given, *kept)  # in the order of the general nodes
         ctx.known = known
         ctx.set_materialize_grads(known.absent_are_zero)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        known, saved = ctx.known, ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
+        known = ctx.known
         return None, *known.finish(known.gradients(gradients, saved), saved)

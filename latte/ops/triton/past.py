@@ -3,15 +3,18 @@
 import torch
 from torch import Tensor
 
+from latte.ops.rounding import round_to
+
 
 def lay_past(past: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """x [B T …] with the past [N P …] of each sequence in front of it; packed sequences each get their own."""
+    past = round_to(past, x.dtype)
     if cu_seqlens is None:
-        return torch.cat([past.to(x.dtype), x], dim=1)
+        return torch.cat([past, x], dim=1)
     sequences, slots = past.shape[:2]
     laid = x.new_empty((1, x.shape[1] + sequences * slots, *x.shape[2:]))
     laid[0, token_rows(cu_seqlens, x.shape[1], slots)] = x[0]
-    laid[0, past_rows(cu_seqlens, slots)] = past.to(x.dtype).flatten(0, 1)
+    laid[0, past_rows(cu_seqlens, slots)] = past.flatten(0, 1)
     return laid
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from latte.ops.arguments import HeadSizes
 from latte.ops.beside import starts
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.triton.attention import check_sizes, fake_results, fill_gradients, mixture_results
 from latte.ops.triton.call import dense
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.forward import output_kernel
 from latte.ops.triton.launch import Room
 from latte.ops.triton.rotary import turn_
@@ -49,6 +49,7 @@ def attend_projected(
     """
     check_device(output_kernel, x.device)
     check_dtypes(x=x, mixed=mixed, weight=weight, latent_weight=latent_weight, cos=cos, sin=sin)
+    check_softcap(softcap)
     check_sizes(sizes.width, sizes.key_width, sizes.latents)
     operands = (x, mixed, weight, latent_weight, dense(cos), dense(sin), mask, cu_seqlens)
     options = (list(sizes), window, scale, softcap, causal)
@@ -136,9 +137,9 @@ class Projected(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:WITH_GRADIENTS]
+    @first_derivatives
+    def backward(ctx, saved, dy):
+        needs = ctx.needs_input_grad[:WITH_GRADIENTS]
         found = _backward(dy, saved[OPERANDS:], needs, *saved[:OPERANDS], *ctx.options)
         return (*found, *(None for _ in range(OPERANDS - WITH_GRADIENTS + len(ctx.options))))
 
@@ -220,3 +221,4 @@ def _gradients(ctx, grads: Sequence[Any]):
 
 
 projected_forward.register_autograd(_gradients, setup_context=_save)
+projected_backward.register_autograd(refuse)

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from latte.ops.checks import check_bounds
+from latte.ops.first_derivatives import first_derivatives, refuse
 from latte.ops.known import needs_gradients
 from latte.ops.packing import spans
 from latte.ops.triton import recurrence_calls
@@ -211,17 +212,17 @@ class Recurrence(torch.autograd.Function):
             y, final, checkpoints = _forward(*arguments)
             return [y, final], [checkpoints]
 
-        recipe = FORWARD.find(tensors, (save,), call) if _plain(tensors) else None
-        outputs, kept = call() if recipe is None else recipe.run(tensors)
+        outputs, kept, parts = FORWARD.run(tensors, (save,), call, plain=_plain(tensors), keep=save)
         if save:
             ctx.save_for_backward(*tensors, *kept)
-            ctx.recipe = recipe
+            ctx.parts = parts
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        *tensors, kept = ctx.saved_tensors
-        (*grads, dstate), _ = recurrence_calls.turn_back(BACKWARD, _backward, ctx.recipe, gradients, kept, tensors, ())
+    @first_derivatives
+    def backward(ctx, saved, *gradients):
+        *tensors, kept = saved
+        (*grads, dstate), _ = recurrence_calls.turn_back(BACKWARD, _backward, ctx.parts, gradients, kept, tensors, ())
         return *grads, None, None if tensors[5] is None else dstate, None, None
 
 
@@ -331,3 +332,4 @@ def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Ten
 
 
 rglru_triton_forward.register_autograd(_differentiate, setup_context=_save)
+rglru_triton_backward.register_autograd(refuse)

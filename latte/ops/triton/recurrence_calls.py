@@ -8,27 +8,27 @@ from torch import Tensor
 from latte.ops.known import needs_gradients, remember
 from latte.ops.states import RGLRUOutput
 from latte.ops.triton.known_call import Finish, Known, KnownCall
-from latte.ops.triton.replay import Cookbook, Recipe, sign
+from latte.ops.triton.replay import Cookbook, Part, Recipe, sign, views
 
 Backward = Callable[..., tuple[Tensor, ...]]
 
 
 def turn_back(
-    book: Cookbook, backward: Backward, forward: Recipe | None, gradients: Sequence[Any], kept: Tensor,
+    book: Cookbook, backward: Backward, parts: list[Part] | None, gradients: Sequence[Any], kept: Tensor,
     tensors: Sequence[Any], options: tuple,
 ) -> tuple[list[Tensor], Recipe | None]:  # fmt: skip
     """`backward` after a call, and the recording it was replayed from, if there is one in `book`.
 
-    `kept` is the memory of the checkpoints if the call was replayed, from `forward`.
+    `kept` are the checkpoints, or the memory of which they are `parts`.
     """
     dy, dfinal = gradients
-    inputs = (dy, dfinal, kept, *tensors)
+    inputs = (dy, dfinal, *tensors, kept)
 
     def call() -> list[Tensor]:
-        checkpoints = kept if forward is None else forward.views(kept)[0]
+        checkpoints = kept if parts is None else views(kept, parts)[0]
         return list(backward(dy, dfinal, checkpoints, *tensors, *options))
 
-    plain = forward is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
+    plain = parts is not None and dy.stride(2) == 1 and dfinal.is_contiguous()
     return book.follow(inputs, options, call) if plain else (call(), None)
 
 
@@ -43,8 +43,8 @@ def remember_call(
         return
 
     def turn(gradients: Sequence[Any], saved: Sequence[Any]) -> tuple[list[Tensor], Recipe | None]:
-        kept, *given = saved
-        return turn_back(books[1], backward, recipe, gradients, kept, (*given, *absent), options)
+        *given, kept = saved
+        return turn_back(books[1], backward, recipe.kept, gradients, kept, (*given, *absent), options)
 
     known = Known(recipe, turn, finish, saved_results=slice(0), absent_are_zero=True)
 

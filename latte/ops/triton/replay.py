@@ -101,15 +101,6 @@ class Recipe:
             launch_all(steps, addresses, cast(Any, driver.active).get_current_stream(device.index))
         return made, kept
 
-    def views(self, kept: Tensor) -> list[Tensor]:
-        """The parts to keep, as tensors."""
-        return [
-            kept[part.offset : part.offset + math.prod(part.shape) * part.dtype.itemsize]
-            .view(part.dtype)
-            .view(part.shape)
-            for part in self.kept
-        ]
-
 
 class Recording:
     """What a call makes and launches while it runs."""
@@ -152,6 +143,30 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[list[Part], int]:
         parts.append(Part(offset, x.shape, x.dtype))
         offset += -(-x.numel() * x.dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return parts, offset
+
+
+def views(memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """The tensors that lie in a piece of memory."""
+    return [
+        memory[part.offset : part.offset + math.prod(part.shape) * part.dtype.itemsize]
+        .view(part.dtype)
+        .view(part.shape)
+        for part in parts
+    ]
+
+
+def in_one_piece(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Part]]:
+    """Tensors to keep copied into one piece of memory, as a recipe has them.
+
+    A checkpoint's call may be recorded before it runs again, and must have saved what it saves then.
+    """
+    parts, size = lay_out(tensors)
+    if not parts:
+        return [], parts
+    memory = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    for place, x in zip(views(memory, parts), tensors, strict=True):
+        place.copy_(x)
+    return [memory], parts
 
 
 def find(x: object, homes: list[tuple[Tensor, int, int]]) -> Place | None:
@@ -212,6 +227,25 @@ class Cookbook:
             results, kept = call()
         recipe = self.recipes[signature] = found.recipe(results, kept)
         return recipe
+
+    def run(
+        self,
+        inputs: Sequence[Tensor | None],
+        options: tuple,
+        call: Callable[[], tuple[list[Tensor], list[Tensor]]],
+        *,
+        plain: bool,
+        keep: bool,
+    ) -> tuple[list[Tensor], list[Tensor], list[Part] | None]:
+        """Results, what to keep, and the parts of that if it is in one piece, which it is for `plain` calls.
+
+        Only those are recorded, and only what is to `keep` is worth the copy.
+        """
+        recipe = self.find(inputs, options, call) if plain else None
+        if recipe is not None:
+            return *recipe.run(inputs), recipe.kept
+        results, kept = call()
+        return (results, *in_one_piece(kept)) if plain and keep else (results, kept, None)
 
     def follow(
         self, inputs: Sequence[Tensor | None], options: tuple, call: Callable[[], list[Tensor]]

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from latte.ops.known import needs_gradients
 from latte.ops.triton.call import launch
-from latte.ops.triton.device import check_device, check_dtypes
+from latte.ops.triton.device import check_device, check_dtypes, check_softcap
 from latte.ops.triton.kernels.steps import mixture_step_kernel
 from latte.ops.triton.replay import Cookbook, empty
 
@@ -98,6 +98,7 @@ def _mixture_step(
 ) -> Tensor:  # fmt: skip
     check_device(mixture_step_kernel, v.device)
     check_dtypes(q=q, k=k, v=v, window_q=window_q, window_k=window_k)
+    check_softcap(softcap)
     written = (log_norm, mean, keys, values, valid, position, arrivals, seen, turn)
     check_room(**dict(zip(MUTATED, written, strict=True)))
     batch, _, value_heads, width = v.shape
@@ -123,7 +124,7 @@ def _mixture_step(
         mixture_step_kernel, batch * value_heads,
         *(_rows(x) for x in (q, k, v, window_q, window_k)), cos, sin, mask, log_norm, mean, keys, values, valid,
         position, arrivals, seen, turn, y, *strides, 0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
-        0 if mask is None else mask.stride(0), scale, softcap or 1.0, **options,
+        0 if mask is None else mask.stride(0), float(scale), float(softcap or 1.0), **options,
     )  # fmt: skip
     return y
 
