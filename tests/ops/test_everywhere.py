@@ -59,6 +59,17 @@ def test_meta_device(name: str) -> None:
     assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("name", [name for name in OPS if name != "cross entropy"])
+def test_no_tokens_have_gradients_of_nothing(name: str, backend: str) -> None:
+    function, shapes = OPS[name]
+    inputs = [torch.randn([0 if size == T else size for size in shape], requires_grad=True) for shape in shapes]
+    y = function(*inputs, backend=backend)
+    assert y.shape[1] == 0
+    y.sum().backward()
+    assert all(x.grad is None or not x.grad.any() for x in inputs)
+
+
 def test_weights_on_the_meta_device() -> None:
     q, k = (torch.randn(shape, device="meta") for shape in WINDOW)
     assert attention_weights(window_q=q, window_k=k).shape == (B, H, T, T)

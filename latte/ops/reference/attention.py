@@ -84,7 +84,7 @@ def _attend_sequence(
         if window_q is not None:
             y = y + share * _window_mean(t, v, window_q, window_k, real, past, window, scale, softcap, causal)
         outputs.append(y.masked_fill(~real[:, t, None, None], 0.0))
-    y = torch.stack(outputs, dim=1) if outputs else v.new_zeros((batch, 0, heads, width))
+    y = torch.stack(outputs, dim=1) if outputs else v_heads  # which are none, and have a gradient
     return y, state
 
 

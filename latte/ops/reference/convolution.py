@@ -24,7 +24,7 @@ def convolve(
     bounds = [0, x.shape[1]] if cu_seqlens is None else sequence_bounds(cu_seqlens, x.shape[1])
     taps = weight.shape[1]
     clean = x.masked_fill(~real[..., None], 0.0)
-    outputs = [x.new_zeros((x.shape[0], 0, x.shape[2]), dtype=dtype)]
+    outputs = [clean[:, :0].to(dtype)]
     states = []
     for n, (start, end) in enumerate(pairwise(bounds)):
         past = state if cu_seqlens is None else state[n : n + 1]

@@ -31,7 +31,7 @@ def recur(
     hidden = state.to(dtype)
 
     inputs = [part.to(dtype).masked_fill(~real[..., None], 0.0) for part in (x, a_gate, x_gate)]
-    outputs = [x.new_zeros((x.shape[0], 0, x.shape[2]), dtype=dtype)]
+    outputs = [inputs[0][:, :0]]
     states = []
     for n, (start, end) in enumerate(pairwise(bounds)):
         h = hidden if cu_seqlens is None else hidden[n : n + 1]
