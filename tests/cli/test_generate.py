@@ -251,7 +251,7 @@ def test_a_prompt_that_is_not_utf8(folder, with_tokenizer, capsys):
     typed = os.fsdecode(b"caf\xff")
     assert run(capsys, folder, "--prompt", typed, "--max-new-tokens", "1")[0]["prompt_tokens"] == 4
     assert main(["generate", with_tokenizer, "--prompt", typed]) == 2
-    assert "latte: error: the text to continue is not UTF-8: " in capsys.readouterr().err
+    assert "latte: error: the text is not UTF-8: " in capsys.readouterr().err
 
 
 def test_text_that_is_not_utf8(with_tokenizer, tmp_path, capsys):

@@ -25,7 +25,7 @@ def write(folder: Path, lengths: list[int], shard_tokens: int = 11, digests: lis
     for number, length in enumerate(lengths):
         writer.write(np.arange(writer.tokens, writer.tokens + length))
         writer.end_document(10 * length, digests[number] if digests else number)
-    writer.finish({})
+    writer.finish({"tokenizer": {}, "sources": []})
     return PreparedText(folder)
 
 
