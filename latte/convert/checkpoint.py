@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from latte.convert.calibration import calibrate
-from latte.convert.folder import check_free, check_space, remove_leftovers, saving, whole_folder
+from latte.convert.folder import check_free, check_space, put_back, remove_leftovers, saving, whole_folder
 from latte.convert.latents import new_parameters
 from latte.convert.model import convert
 from latte.convert.settings import conversion_config
@@ -88,6 +88,7 @@ def convert_checkpoint(
         raise ValueError("--low-memory does not read GGUF, which is decoded as a whole; leave it out")
     if low_memory and calibration is not None:
         raise ValueError("--calibrate runs the whole source, which --low-memory never holds; leave one of them out")
+    put_back(out, note)
     check_free(out, source.folder, overwrite)
     remove_leftovers(out)
     job = Job(source, out, settings, dtype, shard, seed, calibration, note)
