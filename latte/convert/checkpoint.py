@@ -22,6 +22,7 @@ from latte.convert.streaming import StreamedConversion, write_streamed
 from latte.models import LatteConvertedForCausalLM
 from latte.models.converted_configuration import check_conversion
 from latte.models.families import FAMILIES
+from latte.ops.triton.tiles import MAX_LATENTS
 
 DEFAULT_SHARD = "5GB"
 Calibration = Callable[[Any], Sequence[Tensor]]
@@ -91,6 +92,11 @@ def convert_checkpoint(
     put_back(out, note)
     check_free(out, source.folder, overwrite)
     remove_leftovers(out)
+    if settings.num_latents > MAX_LATENTS:
+        note(
+            f"num_latents is {settings.num_latents}, and the kernels for GPUs take up to {MAX_LATENTS}: to use it "
+            f'there, write "backend": "torch" into {out / "config.json"}, which is slower'
+        )
     job = Job(source, out, settings, dtype, shard, seed, calibration, note)
     spared = low_memory or source.gguf_file is not None or calibration is not None  # as far as that can be
     with failures_explained(spared), torch.random.fork_rng(devices=[]):

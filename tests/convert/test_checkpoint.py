@@ -178,6 +178,25 @@ def test_a_name_of_the_hub(source, tmp_path, monkeypatch):
         convert_checkpoint("some/other", tmp_path / "other", SETTINGS)
 
 
+@pytest.mark.parametrize("num_latents", [256, 257])
+def test_latents_beyond_the_kernels_are_told_of(source, tmp_path, num_latents):
+    """Such a model computes on any device, but by itself not on a GPU; with what the note says it does there, too."""
+    out, notes = tmp_path / "out", []
+    convert_checkpoint(str(source), out, Settings(window=7, num_latents=num_latents), note=notes.append)
+    told = [line for line in notes if line.startswith("num_latents")]
+    if num_latents == 256:
+        assert not told
+        return
+    (line,) = told
+    assert line.startswith("num_latents is 257, and the kernels for GPUs take up to 256: to use it there, write")
+    assert f'"backend": "torch" into {out}/config.json' in line
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"backend": "torch"}))
+    tokens = make_tokens(1, 20)
+    with torch.no_grad():
+        assert load(out)(tokens).logits.isfinite().all()
+
+
 LOAD = """
 import sys
 from transformers import AutoModelForCausalLM
