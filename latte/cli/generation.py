@@ -26,6 +26,7 @@ from latte.analysis.finite import not_finite_because
 from latte.models import PRESETS, LatteConfig, LatteForCausalLM
 from latte.models.cache import cache_bytes
 from latte.models.loading import load_config, load_model
+from latte.tasks.text.vocabulary import is_byte_tokenizer
 
 BYTES = 256
 TOKENIZER_FILES = (
@@ -80,6 +81,11 @@ class Loaded:
     @property
     def of_bytes(self) -> bool:
         return isinstance(self.tokenizer, ByteTokenizer)
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether tokens are bytes as they are; a tokenizer that was saved says besides which token ends a text."""
+        return self.of_bytes or is_byte_tokenizer(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -186,8 +192,8 @@ def find_tokenizer(name: str, path: Path, vocabulary: int, note: Callable[[str],
 
 def encode(loaded: Loaded, data: bytes) -> Tensor:
     """The prompt's tokens, [1 T]."""
-    if loaded.of_bytes:
-        tokens = loaded.tokenizer.encode(data)
+    if loaded.reads_bytes:
+        tokens = list(data)
     else:
         try:
             text = data.decode()

@@ -55,7 +55,7 @@ def read_tokens(
         note(f"{file} has {file.stat().st_size:,} bytes and memory has room for {room:,}: the rest is not read")
         with file.open("rb") as opened:
             data = opened.read(room)
-        data = data if loaded.of_bytes else data.decode(errors="ignore").encode()  # the cut may be within a letter
+        data = data if loaded.reads_bytes else data.decode(errors="ignore").encode()  # the cut may be within a letter
     else:
         data = read_prompt(text, file)
     if not data:

@@ -3,6 +3,7 @@
 import inspect
 import json as jsonlib
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
@@ -10,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from latte.tasks import Task, task_class
 from latte.train.settings import RunPlan, RunSettings, make_plan, options_of, plain
@@ -227,7 +226,6 @@ def report(result: "Result", *, json: bool) -> None:
     if json:
         typer.echo(jsonlib.dumps(result.document(), ensure_ascii=False))
         return
-    table = Table(show_header=False, box=None)
     rows = {
         "task": result.task,
         "steps": f"{result.step:,} of {result.steps:,}",
@@ -241,7 +239,8 @@ def report(result: "Result", *, json: bool) -> None:
         rows["best"] = f"{result.best['metric']} {result.best['value']:.4f} at step {result.best['step']:,}"
     if result.rollbacks:
         rows["rollbacks"] = str(result.rollbacks)
-    rows["model"] = str(result.model) if result.model else f"interrupted; go on with --resume --output {result.output}"
+    again = f"interrupted; go on with --resume --output {shlex.quote(str(result.output))}"
+    rows["model"] = str(result.model) if result.model else again
+    width = max(map(len, rows))
     for name, value in rows.items():
-        table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+        typer.echo(f" {name:<{width}}  {value}")  # in one line, however long: it is there to be copied

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from latte.convert.calibration import calibrate
-from latte.convert.folder import check_free, check_space, remove_leftovers, saving, whole_folder
+from latte.convert.folder import check_free, check_space, put_back, remove_leftovers, saving, whole_folder
 from latte.convert.latents import new_parameters
 from latte.convert.model import convert
 from latte.convert.settings import conversion_config
@@ -22,6 +22,7 @@ from latte.convert.streaming import StreamedConversion, write_streamed
 from latte.models import LatteConvertedForCausalLM
 from latte.models.converted_configuration import check_conversion
 from latte.models.families import FAMILIES
+from latte.ops.triton.tiles import MAX_LATENTS
 
 DEFAULT_SHARD = "5GB"
 Calibration = Callable[[Any], Sequence[Tensor]]
@@ -88,8 +89,14 @@ def convert_checkpoint(
         raise ValueError("--low-memory does not read GGUF, which is decoded as a whole; leave it out")
     if low_memory and calibration is not None:
         raise ValueError("--calibrate runs the whole source, which --low-memory never holds; leave one of them out")
+    put_back(out, note)
     check_free(out, source.folder, overwrite)
     remove_leftovers(out)
+    if settings.num_latents > MAX_LATENTS:
+        note(
+            f"num_latents is {settings.num_latents}, and the kernels for GPUs take up to {MAX_LATENTS}: to use it "
+            f'there, write "backend": "torch" into {out / "config.json"}, which is slower'
+        )
     job = Job(source, out, settings, dtype, shard, seed, calibration, note)
     spared = low_memory or source.gguf_file is not None or calibration is not None  # as far as that can be
     with failures_explained(spared), torch.random.fork_rng(devices=[]):

@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-PARTIAL = "partial"
+PARTIAL, FORMER = "partial", "former"
 
 
 def check_free(out: Path, source: Path, overwrite: bool) -> None:
@@ -43,15 +43,32 @@ def nearest_folder(out: Path) -> Path:
     return place
 
 
-def remove_leftovers(out: Path) -> None:
-    """Remove what processes that were killed, and are gone, had written of `out`."""
+def put_back(out: Path, note: Callable[[str], None]) -> None:
+    """Give `out` its model again where a process was killed that had moved it aside and put nothing in its place."""
     out = out.resolve()
-    name = re.compile(re.escape(f".{out.name}.{PARTIAL}-") + r"([1-9]\d*)")
-    place = out.parent
-    for path in list(place.iterdir()) if place.is_dir() else []:
+    for former in _left(out, FORMER):
+        vacant = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        if vacant and (former / "config.json").is_file():
+            former.rename(out)
+            note(f"{out} has its former model again: a conversion was killed when it had just moved it aside")
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove what processes that were killed, and are gone, had written of `out` or were to remove."""
+    out = out.resolve()
+    for path in (*_left(out, PARTIAL), *_left(out, FORMER)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _left(out: Path, word: str) -> list[Path]:
+    """The folders beside `out` of that kind whose processes are gone."""
+    name = re.compile(re.escape(f".{out.name}.{word}-") + r"([1-9]\d*)")
+    found = []
+    for path in out.parent.iterdir() if out.parent.is_dir() else ():
         match = name.fullmatch(path.name)
         if match is not None and not path.is_symlink() and not _is_running(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
+            found.append(path)
+    return found
 
 
 def _is_running(process: int) -> bool:
@@ -73,7 +90,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial, former = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in (PARTIAL, "former"))
+    partial, former = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in (PARTIAL, FORMER))
     partial.mkdir()
     try:
         yield partial
@@ -88,7 +105,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
         if former.exists() and not out.exists():
             former.rename(out)
         raise
-    shutil.rmtree(former, ignore_errors=True)
+    if former.exists():
+        former.rename(partial)  # so that no half of it is ever put back
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

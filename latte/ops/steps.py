@@ -16,6 +16,7 @@ from latte.ops.attention import latte_attention, macchiato_attention, window_att
 from latte.ops.convolution import short_conv
 from latte.ops.recurrence import rglru
 from latte.ops.rotary import apply_rotary
+from latte.ops.rounding import round_to
 from latte.ops.states import LatteState, MacchiatoState, WindowState, accumulation_dtype
 from latte.ops.window_state import in_order
 
@@ -183,7 +184,7 @@ def rglru_step_(
                 for weight, bias in ((a_weight, a_bias), (x_weight, x_bias))
             )
             y, after = rglru(x, a_gate, x_gate, a_param, mask=mask, state=state, backend=name)
-            state.copy_(after)
+            state.copy_(round_to(after, state.dtype))
             return y
 
 
@@ -205,7 +206,7 @@ def short_conv_step_(
             return short_conv_step(x, weight, bias, mask, state)
         case name:
             y, after = short_conv(x, weight, bias, mask=mask, state=state, backend=name)
-            state.copy_(after)
+            state.copy_(round_to(after, state.dtype))
             return y
 
 
@@ -260,6 +261,6 @@ def write(state: Any, after: Any) -> None:
     """Put a state, of tensors and states, into the tensors of another."""
     for old, new in zip(state, after, strict=True):
         if isinstance(old, Tensor):
-            old.copy_(new)
+            old.copy_(round_to(new, old.dtype))
         else:
             write(old, new)

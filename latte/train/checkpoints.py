@@ -72,15 +72,19 @@ class Checkpoints:
             "Make room, then go on with --resume"
         )
 
-    def newest(self, note: Callable[[str], None]) -> Checkpoint | None:
+    def newest(
+        self, note: Callable[[str], None], read: Callable[[Checkpoint], object] = lambda _: None
+    ) -> Checkpoint | None:
         """The newest one that is as it was written; those after it are set aside, and `note` is told.
 
+        `read` raises DamagedCheckpoint where the files, as they were written, make no checkpoint of their step.
         None where there is no checkpoint at all; raises DamagedCheckpoint where all there are are damaged.
         """
         checkpoints, faults = self.all()[::-1], []
         for checkpoint in checkpoints:
             try:
                 verify(checkpoint)
+                read(checkpoint)
             except DamagedCheckpoint as fault:
                 faults.append((checkpoint, fault))
                 continue

@@ -15,7 +15,16 @@ from transformers import PreTrainedModel, TrainingArguments
 import latte
 from latte.tasks.base import Task, TaskData
 from latte.train.building import check_words, compile_layers, count_parameters, find_device, make_arguments, make_model
-from latte.train.checkpoints import PARTIAL, Checkpoint, Checkpoints, naming, point_to, replace_folder, write_json
+from latte.train.checkpoints import (
+    PARTIAL,
+    Checkpoint,
+    Checkpoints,
+    DamagedCheckpoint,
+    naming,
+    point_to,
+    replace_folder,
+    write_json,
+)
 from latte.train.distillation import Distillation
 from latte.train.distributed import is_main, launched_rank, on_main, shard, world_size
 from latte.train.engine import STATE_FILE, Engine, Memory
@@ -241,7 +250,7 @@ class Run:
     def _find_checkpoint(self) -> Checkpoint | None:
         if not self.resume and not self.rollbacks:
             return None
-        checkpoint = self.checkpoints.newest(self.display.note)
+        checkpoint = self.checkpoints.newest(self.display.note, read_memory)
         if checkpoint is None:
             self.display.note("there is no checkpoint yet: beginning at step 0")
         elif checkpoint.step > self.settings.steps:
@@ -341,4 +350,11 @@ def check_learning(settings: RunSettings) -> None:
 def read_memory(checkpoint: Checkpoint | None) -> Memory:
     if checkpoint is None:
         return Memory()
-    return Memory(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
+    name = checkpoint.path.name
+    try:
+        memory = Memory(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedCheckpoint(f"{name} is damaged: its {STATE_FILE} cannot be read") from error
+    if memory.step != checkpoint.step:
+        raise DamagedCheckpoint(f"{name} is damaged: its {STATE_FILE} is of step {memory.step}")
+    return memory

@@ -11,6 +11,7 @@ import torch
 
 from latte.cli import generate, generation, main
 from latte.models import LatteConfig, LatteForCausalLM, LatteForSeq2SeqLM
+from latte.tasks.text import byte_tokenizer
 from tests.cli.test_command import error_line
 
 WORDS = ["<unk>", "a", "cup", "of", "latte", "with", "milk", "please"]
@@ -259,6 +260,19 @@ def test_text_that_is_not_utf8(with_tokenizer, tmp_path, capsys):
     path.write_bytes(b"\xff\xfe")
     assert main(["generate", with_tokenizer, "--file", str(path)]) == 2
     assert "not UTF-8" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_of_bytes_that_has_a_tokenizer_reads_any_bytes(folder, tmp_path, capsys):
+    """As training on bytes saves it, which reads such files."""
+    shutil.copytree(folder, tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "bytes"
+    path.write_bytes(b"caf\xff\xfe")
+    for given in (("--prompt", os.fsdecode(b"caf\xff\xfe")), ("--file", str(path))):
+        command = (*given, "--max-new-tokens", "3")
+        document, _ = run(capsys, str(tmp_path / "model"), *command)
+        assert document["prompt_tokens"] == 5
+        assert document["tokens"] == run(capsys, folder, *command)[0]["tokens"]
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch, capsys):

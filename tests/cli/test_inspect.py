@@ -11,6 +11,7 @@ from latte.analysis.measures import measure
 from latte.analysis.rows import attention_row, trace
 from latte.cli import inspecting, main
 from latte.models import LatteConfig, LatteForCausalLM
+from latte.tasks.text import byte_tokenizer
 from tests.cli.test_command import error_line
 
 SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_heads": 2}
@@ -188,6 +189,17 @@ def test_a_text_longer_than_memory_is_cut(folder, tmp_path, monkeypatch, capsys)
     document, error = run(capsys, folder, "--file", str(path))
     assert document["tokens"] == 50
     assert "memory has room for 50" in error
+
+
+def test_a_model_of_bytes_that_has_a_tokenizer_reads_any_bytes(model, tmp_path, monkeypatch, capsys):
+    """All of them where memory has no room for the rest of the file, too."""
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "bytes"
+    path.write_bytes(b"caf\xff\xfe" * 20)
+    assert run(capsys, str(tmp_path / "model"), "--file", str(path))[0]["tokens"] == 100
+    monkeypatch.setattr(inspecting, "free_memory", lambda: 2 * inspecting.BYTES_PER_TEXT_BYTE * 50)
+    assert run(capsys, str(tmp_path / "model"), "--file", str(path))[0]["tokens"] == 50
 
 
 def test_softmax_attention_longer_than_memory_is_refused(monkeypatch, capsys):

@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from latte.cli import main
 from latte.cli.train import TASKS
+from latte.cli.training import report
 from latte.models import LatteConfig, LatteForCausalLM
 from latte.tasks import TASKS as TASK_CLASSES
 from latte.train import read_metrics
+from latte.train.runs import Result
 from tests.cli.test_command import error_line
 
 SMALL = [
@@ -76,6 +78,20 @@ def test_training(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert (document["step"], document["model"]) == (6, str(output / "model"))
     assert 0 <= document["test"]["accuracy"] <= 1
+
+
+def test_how_to_go_on_is_one_line_to_copy(capsys):
+    """However long the path is, and where nobody says how wide the lines are."""
+    output = Path("/") / ("long " * 40) / "[red]" / "run"
+    result = Result(
+        task="mqar", output=output, model=None, step=3, steps=6, tokens=192, seconds=0.1, parameters=5, validation={},
+        test={}, best=None, rollbacks=0, signal=2,
+    )  # fmt: skip
+    report(result, json=False)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.split() == ["task", "mqar"]
+    model, words = last.split(maxsplit=1)
+    assert (model, words) == ("model", f"interrupted; go on with --resume --output '{output}'")
 
 
 def test_settings_are_shown_and_taken_back(tmp_path, capsys):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,25 @@ def test_a_name_of_the_hub(source, tmp_path, monkeypatch):
         convert_checkpoint("some/other", tmp_path / "other", SETTINGS)
 
 
+@pytest.mark.parametrize("num_latents", [256, 257])
+def test_latents_beyond_the_kernels_are_told_of(source, tmp_path, num_latents):
+    """Such a model computes on any device, but by itself not on a GPU; with what the note says it does there, too."""
+    out, notes = tmp_path / "out", []
+    convert_checkpoint(str(source), out, Settings(window=7, num_latents=num_latents), note=notes.append)
+    told = [line for line in notes if line.startswith("num_latents")]
+    if num_latents == 256:
+        assert not told
+        return
+    (line,) = told
+    assert line.startswith("num_latents is 257, and the kernels for GPUs take up to 256: to use it there, write")
+    assert f'"backend": "torch" into {out}/config.json' in line
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"backend": "torch"}))
+    tokens = make_tokens(1, 20)
+    with torch.no_grad():
+        assert load(out)(tokens).logits.isfinite().all()
+
+
 LOAD = """
 import sys
 from transformers import AutoModelForCausalLM
@@ -284,10 +304,12 @@ def test_leftovers_of_killed_processes_are_removed(source, tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     number = gone.pid
-    left = [f".out.partial-{number}", f".out.partial-{os.getpid()}", f".out.partial-{10**30}"]  # a container's numbers
+    left = [  # the last two as containers number processes
+        f".out.partial-{number}", f".out.former-{number}", f".out.partial-{os.getpid()}", f".out.partial-{10**30}",
+    ]  # fmt: skip
     others = [
         f".out.partial-{os.getppid()}", f".out.partial-{number}.bak", f".out.partial--{number}", ".out.partial-0",
-        f".out.former-{number}", f".outs.partial-{number}", f".other.partial-{number}", f"out.partial-{number}",
+        f".out.former-{os.getppid()}", f".outs.partial-{number}", f".other.partial-{number}", f"out.partial-{number}",
         f".out.partial-{number}x", ".out.partial-", "notes",
     ]  # fmt: skip
     for name in (*left, *others):
@@ -297,6 +319,63 @@ def test_leftovers_of_killed_processes_are_removed(source, tmp_path):
     convert_checkpoint(str(source), tmp_path / "out", SETTINGS)
     assert {path.name for path in tmp_path.iterdir()} == {"out", *others, f".out.partial-{10**31}"}
     assert all((tmp_path / name / "file").exists() for name in others)
+
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from latte.convert.folder import whole_folder
+
+moment, out = sys.argv[1], Path(sys.argv[2])
+home, calls = (Path if moment == "rename" else shutil), []
+original = getattr(home, moment)
+
+def deadly(path, *rest, **more):
+    calls.append(path)
+    if len(calls) == int(sys.argv[3]):
+        if moment == "rmtree":
+            (path / "config.json").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(path, *rest, **more)
+
+setattr(home, moment, deadly)
+with whole_folder(out) as folder:
+    (folder / "config.json").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("mkdir", [False, True])
+def test_killed_between_two_names_the_former_model_comes_back(source, tmp_path, mkdir):
+    """It is the only one there is. Then it counts as any model in OUT."""
+    out = tmp_path / "out"
+    convert_checkpoint(str(source), out, SETTINGS)
+    process = subprocess.run([sys.executable, "-c", KILLED, "rename", str(out), "2"], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert not out.exists()
+    if mkdir:  # as a script does before it converts
+        out.mkdir()
+    notes = []
+    with pytest.raises(ValueError, match="the folder has something in it"):
+        convert_checkpoint(str(source), out, Settings(window=5), note=notes.append)
+    assert notes == [f"{out} has its former model again: a conversion was killed when it had just moved it aside"]
+    assert load(out).config.window == 7
+    convert_checkpoint(str(source), out, Settings(window=5), overwrite=True)
+    assert load(out).config.window == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("moment", "call"), [("rename", 3), ("rmtree", 1)])
+def test_killed_while_the_former_model_is_removed(source, tmp_path, moment, call):
+    """What is left of it goes with the next conversion."""
+    out = tmp_path / "out"
+    convert_checkpoint(str(source), out, SETTINGS)
+    process = subprocess.run([sys.executable, "-c", KILLED, moment, str(out), str(call)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert (out / "config.json").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 2
+    convert_checkpoint(str(source), out, SETTINGS, overwrite=True)
+    assert load(out).config.window == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_full_disks_and_memories(tmp_path):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import DynamicCache, EncoderDecoderCache
 
 from latte import LatteForSeq2SeqLM
-from tests.models.small import make_ids, make_model, pad
+from tests.models.small import TIGHT, make_ids, make_model, pad
 
 SETTINGS = {"num_encoder_layers": 3, "num_cross_latents": 5, "pad_token_id": 0, "decoder_start_token_id": 1}
 GREEDY = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "no_repeat_ngram_size": 2}
@@ -33,6 +34,25 @@ def test_prompts_in_chunks(form, chunk):
             expected = model.generate(source, decoder_input_ids=prompt, **given, **GREEDY, **options)
             options["prefill_chunk_size"] = chunk
             assert torch.equal(model.generate(source, decoder_input_ids=prompt, **given, **GREEDY, **options), expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("mixer", ["conv", "rglru", "none"])
+def test_padded_prompts_with_start_tokens_are_each_as_alone(mixer, chunk):
+    """To prompts without, Transformers gives one before the padding, which is then a hole between it and the prompt."""
+    model, source = make_model(LatteForSeq2SeqLM, "macchiato", **SETTINGS, mixer=mixer), make_ids(2, 19)
+    options = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    short, long = (torch.cat([torch.tensor([[1]]), make_ids(1, length, seed=2)], dim=1) for length in (4, 17))
+    padded, mask = pad(short, "left", 13, 0)
+    masks = {"decoder_attention_mask": torch.cat([mask, torch.ones_like(long)])}
+    both = model.generate(
+        source, decoder_input_ids=torch.cat([padded, long]), **masks, **options, prefill_chunk_size=chunk
+    )
+    for row, prompt in enumerate((short, long)):
+        alone = model.generate(source[row : row + 1], decoder_input_ids=prompt, **options)
+        assert torch.equal(both.sequences[row, -alone.sequences.shape[1] :], alone.sequences[0])
+        for actual, expected in zip(both.logits, alone.logits, strict=True):
+            assert_close(actual[row], expected[0], **TIGHT)
 
 
 @pytest.mark.parametrize("with_mask", [True, False])

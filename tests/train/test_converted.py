@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from latte.cli import main
 from latte.convert import convert, new_parameters, restore
@@ -114,6 +114,10 @@ def test_narrow_weights_compute_the_same(tmp_path):
     assert tiny.losses(tmp_path / "auto") == tiny.losses(tmp_path / "fp32")
     narrow, wide = (weights(tmp_path / name / "model") for name in ("auto", "fp32"))
     assert narrow["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert narrow["model.embed_tokens.weight"].dtype == torch.float32
+    assert {weight.dtype for weight in wide.values()} == {torch.float32}
+    for name in ("auto", "fp32"):
+        assert AutoConfig.from_pretrained(tmp_path / name / "model").dtype == torch.float32
     assert all(torch.equal(narrow[name].float(), wide[name]) for name in wide)
     assert all(narrow[name].dtype == torch.float32 for name in new_parameters(converted.make_converted()))
 

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from latte.models import LatteConfig, LatteForCausalLM
 from latte.tasks.base import TaskData
 from latte.train import Display, read_metrics, run
+from latte.train.checkpoints import MANIFEST, write_manifest
+from latte.train.engine import STATE_FILE
 from latte.train.schedules import rate_at
 from tests.train import tiny
 
@@ -232,6 +234,34 @@ def test_a_damaged_checkpoint(tmp_path, undisturbed):
     notes = Notes()
     run(tiny.task(), tiny.settings(output), resume=True, display=notes)
     assert any("step-00000012 is damaged" in line and "step-00000009" in line for line in notes.lines)
+    assert tiny.losses(output) == tiny.losses(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("state", "fault"),
+    [
+        ("{}", "is of step 0"),
+        ('{"step": 9}', "is of step 9"),
+        ("[]", "cannot be read"),
+        ('{"step": 12', "cannot be read"),
+        ('{"steps": 12}', "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_state_of_another_step(state, fault, tmp_path, undisturbed):
+    """It is damaged too, even where the manifest fits it; else a run would begin at that step with later weights."""
+    output = tmp_path / "run"
+    shutil.copytree(undisturbed, output, symlinks=True)
+    last = output / "checkpoints" / "step-00000012"
+    (last / STATE_FILE).unlink()
+    if state is not None:
+        (last / STATE_FILE).write_text(state)
+    (last / MANIFEST).unlink()
+    write_manifest(last, 12)
+    notes = Notes()
+    run(tiny.task(), tiny.settings(output), resume=True, display=notes)
+    damaged = f"step-00000012 is damaged: its state.json {fault}; going back to step-00000009"
+    assert any(damaged in line for line in notes.lines), notes.lines
     assert tiny.losses(output) == tiny.losses(undisturbed)
 
 

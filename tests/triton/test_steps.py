@@ -148,6 +148,30 @@ def test_step_in_bfloat16_without_options(backend, device):
     assert_close(flat(state), flat(expected_state), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_float16_window_saturates(backend, ring, device):
+    """A state in place keeps its dtype, whatever comes."""
+    _, _, v, window_q, window_k = make_tokens("window", 1, device)
+    state = make_state("window", 1, 4, device)
+    state = state._replace(keys=state.keys.half(), values=state.values.half())
+    turn = torch.zeros(B, dtype=torch.int32, device=device)
+    place = make_place(device)._replace(turn=turn if ring else None)
+    mixture_step_(None, None, v * 1e6, window_q, window_k * -1e6, state, place, backend=backend)
+    kept = in_order_of(state, turn)
+    assert kept.keys.dtype == kept.values.dtype == torch.float16
+    most = torch.finfo(torch.float16).max
+    assert_close(kept.keys[:, -1].float(), (window_k[:, 0] * -1e6).clamp(-most, most), rtol=1e-3, atol=0)
+    assert_close(kept.values[:, -1].float(), (v[:, 0] * 1e6).clamp(-most, most), rtol=1e-3, atol=0)
+
+
+def test_a_float16_convolution_saturates(device):
+    weight, state = torch.ones(3, 2, device=device), torch.zeros(1, 1, 3, dtype=torch.float16, device=device)
+    y = short_conv_step_(torch.full((1, 1, 3), 1e6, device=device), weight, None, state, backend="torch")
+    assert y.flatten().tolist() == [1e6] * 3
+    assert state.flatten().tolist() == [torch.finfo(torch.float16).max] * 3
+
+
 def test_too_large_a_softcap_is_refused(device):
     tokens, state = make_tokens("window", 1, device), make_state("window", 1, 4, device)
     with pytest.raises(ValueError, match="softcap is 1001; the Triton kernels take up to 1000"):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from latte.ops.rounding import round_to
 from latte.ops.states import LatteState, WindowState
 
 
@@ -75,7 +76,7 @@ def move_window(past: WindowState, key: Tensor, value: Tensor, mask: Tensor | No
     if past.valid.shape[1] == 0:
         return
     for kept, new in ((past.keys, key), (past.values, value)):
-        kept.copy_(torch.cat([kept[:, 1:], new.unsqueeze(1).to(kept.dtype)], dim=1))
+        kept.copy_(torch.cat([kept[:, 1:], round_to(new, kept.dtype).unsqueeze(1)], dim=1))
     real = past.valid.new_ones((past.valid.shape[0], 1)) if mask is None else mask
     past.valid.copy_(torch.cat([past.valid[:, 1:], real], dim=1))
 
@@ -86,8 +87,8 @@ def turn_window(past: WindowState, turn: Tensor, key: Tensor, value: Tensor, mas
     if slots == 0:
         return
     place = (torch.arange(len(turn), device=turn.device), turn.long())
-    past.keys.index_put_(place, key.to(past.keys.dtype))
-    past.values.index_put_(place, value.to(past.values.dtype))
+    past.keys.index_put_(place, round_to(key, past.keys.dtype))
+    past.values.index_put_(place, round_to(value, past.values.dtype))
     past.valid.index_put_(place, past.valid.new_ones(len(turn)) if mask is None else mask[:, 0])
     turn.copy_((turn + 1) % slots)
 

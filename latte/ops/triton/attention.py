@@ -21,10 +21,10 @@ from latte.ops.triton.prepare import prepare
 from latte.ops.triton.replay import Cookbook, Part, Recipe, sign, views
 from latte.ops.triton.states import KEPT as KEPT_STATES
 from latte.ops.triton.states import kept_shapes, kept_states, states_to_keep, tile_states
+from latte.ops.triton.tiles import MAX_LATENTS
 
 OPERANDS = len(TENSORS) + 1  # and cu_seqlens
 MAX_WIDTH = 256
-MAX_LATENTS = 256
 
 
 def attend(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MAX_LATENTS = 256  # of a head
 MAX_PIECES = 64  # per row: what one step of a scan merges
 
 

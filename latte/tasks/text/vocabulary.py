@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -50,6 +51,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipeline.decoder = decoders.ByteLevel()
     return wrapped(pipeline, END_OF_TEXT, split_special_tokens=True)  # in a text it is thirteen bytes like others
+
+
+def is_byte_tokenizer(tokenizer: Any) -> bool:
+    """Whether it is `byte_tokenizer()`, saved and loaded: the tokens of a text are its bytes, UTF-8 or not."""
+    backend, ours = getattr(tokenizer, "backend_tokenizer", None), byte_tokenizer()
+    same = isinstance(backend, Tokenizer) and backend.to_str() == ours.backend_tokenizer.to_str()
+    return same and tokenizer.split_special_tokens
 
 
 def byte_letters() -> list[str]:

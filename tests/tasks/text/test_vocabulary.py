@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from latte.tasks.text import byte_tokenizer
 from latte.tasks.text.encoding import Encoder, Piece
-from latte.tasks.text.vocabulary import bpe_size, cut_words, load_vocabulary, train_bpe
+from latte.tasks.text.vocabulary import bpe_size, cut_words, is_byte_tokenizer, load_vocabulary, train_bpe
 from tests.tasks.text.samples import make_text
 
 BYTES = byte_tokenizer()
@@ -53,6 +53,15 @@ def test_the_byte_tokenizer_is_saved_and_loaded_like_any_other(tmp_path: Path) -
     assert loaded.decode([*text.encode(), 256], skip_special_tokens=True) == text
     assert loaded.decode([200]) == "\N{REPLACEMENT CHARACTER}"
     assert loaded.eos_token_id == 256
+
+
+def test_the_byte_tokenizer_is_known_when_it_is_loaded(bpe_folder: Path, tmp_path: Path) -> None:
+    BYTES.save_pretrained(tmp_path / "bytes")
+    alike = byte_tokenizer()
+    alike.add_tokens(["word"])  # which is then one token, and not its bytes
+    alike.save_pretrained(tmp_path / "alike")
+    folders = (tmp_path / "bytes", tmp_path / "alike", bpe_folder)
+    assert [is_byte_tokenizer(AutoTokenizer.from_pretrained(folder)) for folder in folders] == [True, False, False]
 
 
 def test_a_folder_a_file_beside_its_settings_and_a_file_alone_are_the_same(bpe_folder: Path, tmp_path: Path) -> None:
