@@ -2,7 +2,6 @@
 
 import json as jsonlib
 import math
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,7 +97,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> bytes:
     if (prompt is None) == (file is None):
         raise ValueError("give the text to continue with --prompt TEXT or --file FILE, one of them")
     if file is None:
-        return os.fsencode(str(prompt))  # as it was typed, UTF-8 or not
+        return str(prompt).encode(errors="surrogateescape")  # bytes that were no text as they were typed
     if str(file) == "-":
         return sys.stdin.buffer.read()
     if not file.is_file():

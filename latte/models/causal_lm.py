@@ -109,10 +109,11 @@ class LatteForCausalLM(LattePreTrainedModel, LatteGenerationMixin):
         **_: Any,
     ) -> Tensor:
         """Mean loss over the labels that count, or their sum divided by `num_items_in_batch`."""
+        name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+        if given.shape != hidden.shape[:2]:
+            raise ValueError(f"{name} has shape {list(given.shape)}; it must be {list(hidden.shape[:2])}")
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if shift_labels.shape != hidden.shape[:2]:
-            raise ValueError(f"labels has shape {list(shift_labels.shape)}; it must be {list(hidden.shape[:2])}")
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(hidden.device)
         return self.lm_head(

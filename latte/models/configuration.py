@@ -114,7 +114,7 @@ class LatteConfig(PreTrainedConfig):
         self.head_dim = head_width(self.hidden_size, self.num_heads, self.head_dim)
         self.num_value_heads = value_heads(self.num_heads, self.num_value_heads)
         kwargs.pop("auto_map", None)  # how to find this class, which is found
-        if kwargs.get("num_labels") is not None:
+        if "num_labels" in kwargs:
             check_count("num_labels", kwargs["num_labels"])
         super().__post_init__(**kwargs)
         if not self.has_scores:  # by which Transformers knows a model without rotary positions

@@ -11,6 +11,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils.generic import ModelOutput
 
+from latte.layers.checks import check_count
+
 
 class LatteGenerationMixin(GenerationMixin):
     """`generate` for models whose cache is a state: what is read twice, or left out, is seen in no length of it."""
@@ -28,6 +30,7 @@ class LatteGenerationMixin(GenerationMixin):
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
         if size is None or cache is None:
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        check_count("prefill_chunk_size", size, ", or None")
         prompt, length = {"input_ids": input_ids}, input_ids.shape[1]
         if not self.config.is_encoder_decoder and model_kwargs.get("inputs_embeds") is not None:
             prompt["inputs_embeds"] = model_kwargs["inputs_embeds"]

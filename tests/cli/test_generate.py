@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from io import BytesIO
 from pathlib import Path
 
@@ -253,6 +255,13 @@ def test_a_prompt_that_is_not_utf8(folder, with_tokenizer, capsys):
     assert run(capsys, folder, "--prompt", typed, "--max-new-tokens", "1")[0]["prompt_tokens"] == 4
     assert main(["generate", with_tokenizer, "--prompt", typed]) == 2
     assert "latte: error: the text is not UTF-8: " in capsys.readouterr().err
+
+
+def test_a_prompt_is_utf8_wherever_it_was_typed():
+    """Whatever the encoding of a terminal, models have learned from UTF-8."""
+    code = "from latte.cli.generate import read_prompt; assert read_prompt('caf\\xe9', None) == b'caf\\xc3\\xa9'"
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], env=ascii_only, check=True, timeout=300)
 
 
 def test_text_that_is_not_utf8(with_tokenizer, tmp_path, capsys):

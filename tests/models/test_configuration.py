@@ -122,6 +122,7 @@ def test_saved_settings_come_back(tmp_path):
         ({"decoder_start_token_id": 50_257}, "decoder_start_token_id is 50257; it must be 0 to 50256"),
         ({"logits_softcap": -30.0}, "logits_softcap is -30.0"),
         ({"num_labels": 0}, "num_labels is 0; it must be an integer of at least 1"),
+        ({"num_labels": None}, "num_labels is None; it must be an integer of at least 1"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             "rope_type is 'linear' and latents have no rotary",

@@ -52,6 +52,12 @@ def test_prompts_in_chunks(form, chunk):
         assert torch.equal(greedy(model, ids[:1], **options), expected[:1])
 
 
+@pytest.mark.parametrize("chunk", [0, -5])
+def test_chunks_of_nothing_are_refused(chunk):
+    with pytest.raises(ValueError, match=f"prefill_chunk_size is {chunk}; it must be an integer of at least 1, or"):
+        greedy(make_model("macchiato"), make_tokens(1, PROMPT), prefill_chunk_size=chunk)
+
+
 @pytest.mark.parametrize("form", MAIN_FORMS)
 def test_beams_with_and_without_cache(form):
     model, tokens = make_model(form), make_tokens(2, PROMPT)

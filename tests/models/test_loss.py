@@ -83,8 +83,10 @@ def test_labels_of_another_shape_are_refused(tokens):
     model = make_model("macchiato")
     batch, length = tokens.shape
     for labels in (tokens[:, :-1], tokens[:1], tokens[0]):
-        with pytest.raises(ValueError, match=rf"labels has shape .*; it must be \[{batch}, {length}\]"):
+        with pytest.raises(ValueError, match=rf"^labels has shape .*; it must be \[{batch}, {length}\]"):
             model(tokens, labels=labels)
+        with pytest.raises(ValueError, match=rf"^shift_labels has shape .*; it must be \[{batch}, {length}\]"):
+            model(tokens, labels=tokens, shift_labels=labels)
 
 
 def test_another_index_to_ignore(tokens):
