@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # Words of a plan's model that the experiment's other models share, where they have latents or a window at all.
 LATENT_WORDS = ("num_latents", "window")
 
-FAST, PAPER = "default", "paper"
+DEFAULT, PAPER = "default", "paper"
+BOTH = {DEFAULT: DEFAULT, PAPER: PAPER}  # plans by budget, where they are called alike
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,13 @@ def lra_scores(*percents: float) -> dict[str, float]:
     return {part.name: percent / 100 for part, percent in zip(LRA, percents, strict=True)}
 
 
-LM = Part("lm", "lm", {FAST: FAST, PAPER: PAPER})
-LRA = [Part(task, task, {FAST: FAST, PAPER: PAPER}) for task in ("listops", "text", "retrieval", "image", "pathfinder")]
+LM = Part("lm", "lm", BOTH)
+LRA = [
+    Part(task, task, {DEFAULT: DEFAULT, PAPER: PAPER})
+    for task in ("listops", "text", "retrieval", "image", "pathfinder")
+]
 RECALL = [
-    Part("64", "mqar", {FAST: FAST}),
+    Part("64", "mqar", {DEFAULT: DEFAULT}),
     *(Part(name, "mqar", {PAPER: f"paper-{name}"}) for name in ("128x8", "256x16", "512x32", "512x64")),
 ]
 LINEAR = {"feature_map": "elu+1", "positions": "learned", "norm": "rmsnorm", "feedforward": "glu"}
@@ -126,7 +130,7 @@ EXPERIMENTS = {
 def trials(
     name: str,
     *,
-    budget: str = FAST,
+    budget: str = DEFAULT,
     output: Path,
     models: Sequence[str] | None = None,
     parts: Sequence[str] | None = None,

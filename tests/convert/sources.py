@@ -1,12 +1,19 @@
 """Small pretrained models, of random weights, of every family."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from latte.convert import Settings
+from latte.models import LatteConvertedForCausalLM
 
 VOCABULARY, LATENTS = 101, 5
+SETTINGS = Settings(window=7, num_latents=LATENTS)
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 LOCAL = 29  # the sources' own window, in layers that have one
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -66,3 +73,22 @@ def disturb_latents(model: torch.nn.Module, seed: int = 1) -> None:
         for name, weight in new_parameters(model).items():
             if "a_param" not in name:
                 weight.add_(torch.randn(weight.shape, generator=generator) * 0.3)
+
+
+def save_source(folder: Path, family: str = "gemma3_text", **settings) -> Path:
+    """A source with all that may stand beside its weights."""
+    model = make_source(family)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.7, True
+    model.save_pretrained(folder, **settings)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w2")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    (folder / "LICENSE").write_text("free")
+    return folder
+
+
+def load(folder: Path) -> LatteConvertedForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder)
